@@ -1,11 +1,11 @@
-"""Which of an operation's modules runs."""
+"""Chooses the module that runs an operation."""
 
 from importlib import import_module
 from typing import Any
 
 
 def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference") -> str:
-    """Name of the module that runs where these logits are, or of the one that is asked for."""
+    """The name of the wanted module, or of the one for the device of the logits; ValueError for an unknown one."""
     if wanted is None:
         return "fused" if logits.is_cuda else on_cpu if logits.device.type == "cpu" else "reference"
     known = sorted({"reference", "fused", on_cpu})
@@ -15,5 +15,5 @@ def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference"
 
 
 def module_of(package: str, logits: Any, wanted: str | None, on_cpu: str = "reference") -> Any:
-    """That module. What it compiles is compiled when it is first asked for, or by its first call if in Triton."""
+    """The module itself; importing it compiles its loops for the CPU."""
     return import_module(f"{package}.{implementation_of(logits, wanted, on_cpu)}")

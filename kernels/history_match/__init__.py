@@ -1,22 +1,22 @@
-"""Prompt lookup for a whole batch, where its tokens lie: the longest match of each request's newest tokens in its own
-text or in its reference, and what followed there.
+"""Prompt lookup for a batch: the longest match of each request's newest tokens in its text or in its reference, and the
+tokens that follow the match there.
 
-Among equally long matches the one is taken that is nearest to where copying would have gone on: had the target put as
-many tokens in the place of those that it rejected, as far back as the last match. That distance is all that is kept
-between steps; every text is read once a step. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references).
+Among equally long matches the one wins that is nearest to where copying would go on, as if the target had replaced the
+rejected tokens one by one since the last match. That distance is the only state between steps; a step reads every text
+once. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references).
 
-Front door: `history_match` picks the implementation. It waits for nothing, so a CUDA graph can record it. `host.py`
-does the same for texts in the host's memory, also after tokens that another stage drafted. R: rows of the batch, S:
-slots of requests, L: longest text, K: most tokens of a draft.
+`history_match` picks the implementation. It waits for nothing, so a CUDA graph can record it. host.py does the same for
+texts in the host's memory, and continues drafts of other stages. R: rows of the batch, S: slots of requests, L: longest
+text, K: max_num_draft.
 """
 
 from typing import Any, NamedTuple
 
 from ..implementations import module_of
 
-LARGEST_N = 16  # of an n-gram that is searched for
-LONGEST_MATCH = 31  # a match's length is counted so far
-NO_MATCH = 1 << 30  # the distance of a request that nothing was found for; of equals the earliest is then nearest
+LARGEST_N = 16  # longest n-gram
+LONGEST_MATCH = 31  # a longer match counts as this long
+NO_MATCH = 1 << 30  # distance without an earlier match; the earliest of equal matches is then nearest
 
 
 class Texts(NamedTuple):
@@ -24,9 +24,9 @@ class Texts(NamedTuple):
 
     Args:
         token_ids: [S, L] int32, not negative.
-        lengths: [S] int32, how many of them there are.
-        distances: [S, 2] int32, how many tokens before the end the last match went on, in the own text and in the
-            reference; NO_MATCH at first. Each match is written there.
+        lengths: [S] int32.
+        distances: [S, 2] int32, from the place after the last match to the text's end, in the text and in the
+            reference; NO_MATCH at first. Each match writes it.
     """
 
     token_ids: Any
@@ -35,12 +35,12 @@ class Texts(NamedTuple):
 
 
 class References(NamedTuple):
-    """Other texts to be searched, one or none for each slot; slots may share one.
+    """Other texts that are searched; slots may share one.
 
     Args:
-        token_ids: [P] int32, all texts; P is a multiple of 16.
-        starts: [S] int64, where a slot's text begins there: multiples of 16.
-        lengths: [S] int32, at most L; 0: no text.
+        token_ids: [P] int32, all references; P is a multiple of 16.
+        starts: [S] int64, where a slot's reference begins: multiples of 16.
+        lengths: [S] int32, at most L; 0: none.
     """
 
     token_ids: Any
@@ -49,12 +49,12 @@ class References(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What was found.
+    """The drafts.
 
     Args:
         token_ids: [R, K] int32, 0 after a draft's end.
-        num_draft: [R] int32, what was wanted, or less where a reference ends; 0 where nothing was found.
-        match_length: [R] int32, tokens of the match, counted to 31; 0: none.
+        num_draft: [R] int32, max_draft, or less where a reference ends; 0 without a match.
+        match_length: [R] int32, at most LONGEST_MATCH; 0 without a match.
     """
 
     token_ids: Any
@@ -66,7 +66,7 @@ def history_match(
     texts: Texts,
     # [R] int32 or int64, the slot of each row
     slots: Any,
-    # [R] int32, 0..K tokens; of a row that wants none nothing is read
+    # [R] int32, 0..K tokens; a row with 0 is not read
     max_draft: Any,
     max_num_draft: int,
     min_ngram: int,
@@ -75,21 +75,20 @@ def history_match(
     longest: int | None = None,
     implementation: str | None = None,
 ) -> Match:
-    """What followed the longest earlier match of the last tokens, the nearest one among equals.
+    """Drafts the tokens after the longest earlier match of the last tokens, or after the nearest of equal ones.
 
-    A reference's match must be longer than the text's own. Of two that are as near the earlier one is taken. A copy
-    from the own text repeats itself where fewer tokens follow the match than are wanted, as in LZ77; one from a
-    reference ends where that ends.
+    A match in the reference must be longer than one in the text; of two equally near ones the earlier wins. A copy from
+    the text repeats itself where fewer than max_draft tokens follow the match, as in LZ77.
 
     Args:
         max_num_draft: K.
-        min_ngram: fewest tokens of a match; of one that is where copying would go on, one.
-        max_ngram: matches of as many tokens or more count as equally long; 1 <= min_ngram <= max_ngram <= 16.
-        longest: no text of these rows, and no reference, has more tokens; None: as many as there is room for.
+        min_ngram: shortest match; where copying would go on, one token is enough.
+        max_ngram: longer matches count as equally long; 1 <= min_ngram <= max_ngram <= LARGEST_N.
+        longest: no text or reference of these rows has more tokens; None: L.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     Raises:
-        ValueError: no such implementation, or n-grams of another length.
+        ValueError: no such implementation, or n-grams of other lengths.
 
     >>> import torch
     >>> tokens = torch.tensor([[1, 2, 3, 4, 1, 2, 0, 0]], dtype=torch.int32)

@@ -1,8 +1,8 @@
-"""Prompt lookup of a batch in Triton: the texts are read once, whatever they hold.
+"""Prompt lookup of a batch in Triton: reads each text once, whatever it holds.
 
-A program of the first launch has a tile of a text in registers, shifts it there against the text's ending as long as
-anything matches, and leaves its best match; the second chooses among a request's tiles and copies what follows. The
-first tokens of a tile are the last of the one before, so that n-grams across tiles are seen whole. R: rows, S: slots.
+A program of the first launch shifts a tile of a text in registers against the text's ending as long as anything
+matches, and stores its best match. The second launch chooses among a request's tiles and copies the tokens after the
+match. A tile begins with the last tokens of the one before, for n-grams across tiles. R: rows, S: slots.
 """
 
 import torch
@@ -11,27 +11,27 @@ import triton.language as tl
 
 from . import LONGEST_MATCH, Match, References, Texts
 
-# Tokens of a tile, four or eight a thread; of them, as many as the longest n-gram has are the neighbour's, too.
+# Tokens of a tile; the neighbour has the first _SHARED of them, too.
 TILE_SIZE, _NUM_WARPS = 1024, 4
 _SHARED = tl.constexpr(16)
-_CHUNK = tl.constexpr(128)  # tiles' results that the second launch reads at a time
+_CHUNK = tl.constexpr(128)  # results that the second launch reads at a time
 _LONGEST_MATCH = tl.constexpr(LONGEST_MATCH)
-_NEAREST = tl.constexpr((1 << 31) - 1)  # the lower half of a result is this less how far away its match is
+_NEAREST = tl.constexpr((1 << 31) - 1)  # less the distance of a match: the lower half of its result
 
-# These stand apart: in a tuple Triton would compile a variant for each alignment of a slice, and for each number 1.
+# Not in a tuple, in which Triton would compile variants for alignments and for the number 1.
 _NUMBERS = ["min_ngram", "max_ngram", "num_tiles", "num_all_tiles"]
 _SLICES = ["slots_ptr", "wanted_ptr"]
 
 
 @triton.jit
 def _expected(distance_ptr, end):
-    """Where copying would go on."""
+    """The place where copying would go on."""
     return tl.maximum(end - tl.load(distance_ptr), 0)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SLICES)
 def _match_kernel(
-    # [R, num_all_tiles] int64: tokens of the match, at most max_ngram, << 32 | how near it is
+    # [R, num_all_tiles] int64: tokens of the match, at most max_ngram, << 32 | its nearness
     best_ptr,
     # Texts, and the stride of its token ids
     texts,
@@ -46,7 +46,7 @@ def _match_kernel(
     num_tiles,
     TILE_SIZE: tl.constexpr,
 ):
-    """The best match that ends in a tile of a request's own text, or of its reference."""
+    """The best match that ends in a tile of a request's text or reference."""
     tile, row = tl.program_id(0), tl.program_id(1)
     if tl.load(wanted_ptr + row) == 0:
         return
@@ -56,7 +56,7 @@ def _match_kernel(
     lanes = tl.arange(0, TILE_SIZE)
     first = tile % num_tiles * (TILE_SIZE - _SHARED) - _SHARED
     places = first + lanes
-    # Of a row's own 16 tokens; bounds that are multiples of 16 let loads be wide.
+    # Bounds that are multiples of 16 let loads be wide.
     if tile < num_tiles:
         num_tokens = end
         if first + _SHARED >= num_tokens - 1:
@@ -84,7 +84,7 @@ def _match_kernel(
         n += 1
     away = places + 1 - _expected(texts.distances + 2 * slot + (tile >= num_tiles), end)
     longest = tl.where(longest >= min_ngram, longest, tl.max(tl.where(away == 0, lengths, 0)))
-    # Of equals the nearest; if that is nearest which is less than min_ngram, it is where copying would go on.
+    # The nearest of equals; a match shorter than min_ngram counts only where copying would go on.
     is_best = (lengths == longest) & ((lengths >= min_ngram) | (away == 0))
     nearest = _NEAREST - tl.min(tl.where(is_best, 2 * tl.abs(away) + (away > 0), _NEAREST))
     best = tl.where(longest > 0, longest.to(tl.int64) << 32 | nearest, 0)
@@ -92,24 +92,23 @@ def _match_kernel(
 
 
 @triton.jit
-def _found(best_ptr, text_ptr, num_tokens, distance_ptr, own_ptr, end, TILE_SIZE: tl.constexpr):
-    """Where a text goes on after the longest match among its tiles, the nearest one among equals, and the match's
-    length; 0 and 0: nowhere. Keeps the place."""
+def _best_match(best_ptr, source_ptr, num_tokens, distance_ptr, text_ptr, end, TILE_SIZE: tl.constexpr):
+    """The place in the source after the best match of its tiles, and the match's length; 0 and 0 without one."""
     STEP: tl.constexpr = TILE_SIZE - _SHARED
     num_tiles = (num_tokens - 1 + STEP - 1) // STEP
     best = tl.zeros((_CHUNK,), tl.int64)
     for begin in range(0, num_tiles, _CHUNK):
         tiles = begin + tl.arange(0, _CHUNK)
         best = tl.maximum(best, tl.load(best_ptr + tiles, mask=tiles < num_tiles, other=0))
-    found = tl.max(best)
-    away = _NEAREST - (found & _NEAREST).to(tl.int32)
+    largest = tl.max(best)
+    away = _NEAREST - (largest & _NEAREST).to(tl.int32)
     place = _expected(distance_ptr, end) + tl.where(away % 2 == 1, away // 2, -(away // 2))
-    place = tl.where(found > 0, place, 0)
+    place = tl.where(largest > 0, place, 0)
     tl.store(distance_ptr, end - place, mask=place > 0)
     steps = tl.arange(0, 32)
     inside = (steps < tl.minimum(place, end)) & (steps < _LONGEST_MATCH)
-    tokens = tl.load(text_ptr + (place - 1 - steps), mask=inside, other=-1)
-    is_match = inside & (tokens == tl.load(own_ptr + (end - 1 - steps), mask=inside, other=-1))
+    tokens = tl.load(source_ptr + (place - 1 - steps), mask=inside, other=-1)
+    is_match = inside & (tokens == tl.load(text_ptr + (end - 1 - steps), mask=inside, other=-1))
     return place, tl.min(tl.where(is_match, 32, steps))
 
 
@@ -129,7 +128,7 @@ def _copy_kernel(
     LANES: tl.constexpr,
     TILE_SIZE: tl.constexpr,
 ):
-    """A request's draft: what follows its best match."""
+    """Copies the tokens after a request's best match."""
     row, steps = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     max_draft = tl.load(wanted_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -138,13 +137,13 @@ def _copy_kernel(
         best_ptr += row * num_all_tiles
         end, distances_ptr = tl.load(texts.lengths + slot), texts.distances + 2 * slot
         text_ptr = texts.token_ids + slot * stride
-        place, length = _found(best_ptr, text_ptr, end, distances_ptr, text_ptr, end, TILE_SIZE)
-        # The copy may overlap itself, as in LZ77; what is copied from a reference does not.
+        place, length = _best_match(best_ptr, text_ptr, end, distances_ptr, text_ptr, end, TILE_SIZE)
+        # A copy from the text may overlap itself, as in LZ77.
         source_ptr, period, num_draft = text_ptr + place, end - place, tl.where(place > 0, max_draft, 0)
         if num_all_tiles > num_tiles:
             size, reference_ptr = tl.load(references.lengths + slot), references.token_ids
             reference_ptr += tl.load(references.starts + slot)
-            place, longer = _found(
+            place, longer = _best_match(
                 best_ptr + num_tiles, reference_ptr, size, distances_ptr + 1, text_ptr, end, TILE_SIZE
             )
             if longer > length:
@@ -167,7 +166,7 @@ def history_match(
     longest: int | None,
 ) -> Match:
     num_rows, room = len(slots), texts.token_ids.shape[1]
-    # All tokens but the last, after which no match goes on.
+    # No match ends in the last token.
     num_tiles = max(1, triton.cdiv(min(room, longest or room) - 1, TILE_SIZE - _SHARED.value))
     num_all_tiles = num_tiles if references is None else 2 * num_tiles
     shapes = (num_rows, max_num_draft), num_rows, num_rows

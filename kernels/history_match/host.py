@@ -1,8 +1,8 @@
-"""Prompt lookup of a batch on the host, compiled: nothing is kept of a text but how far back copying went on.
+"""Prompt lookup of a batch on the host, compiled.
 
-Where copying would go on is looked at first: as long as it does, no text is read. Else texts are searched by blocks. A
-pass over a block compares one token more of the ending, as long as any place of it still matches: the work is bounded,
-whatever a text holds, and a pass is vectorised. R: rows, K: most tokens of a draft, N: requests that are known.
+The place where copying would go on is looked at first; while copying goes on there, no text is read. Otherwise texts
+are searched by blocks: each pass over a block compares one token more of the ending, as long as any place matches. So
+the work is bounded, whatever a text holds, and passes are vectorised. R: rows, K: max_num_draft, N: requests.
 """
 
 from typing import Any
@@ -18,58 +18,56 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 BLOCK = 1024  # places
-# Columns of `known`: see Texts.distances; where a request's reference lies, and how many tokens it has, or 0.
-OWN, OTHER, REFERENCE, NUM_TOKENS = range(4)
-NUM_COLUMNS = 4
+# Columns of `known`: the two of Texts.distances, the address of a request's reference, and its number of tokens, or 0.
+TEXT, OTHER, REFERENCE, NUM_TOKENS = range(NUM_COLUMNS := 4)
 
 
 @inlined
 def _length_at(text: Int32Array, place: int, ending: Int32Array, num_ending: int) -> int:
-    """How many tokens before a place are those that the text ends with."""
-    n, most = 0, min(num_ending, place)
-    while n < most and text[place - 1 - n] == ending[n]:
+    """The number of tokens before a place that match the ending."""
+    n, limit = 0, min(num_ending, place)
+    while n < limit and text[place - 1 - n] == ending[n]:
         n += 1
     return n
 
 
 @inlined
 def _first_pass(tokens: Int32Array, token: int, differs: Int32Array) -> bool:
-    """Whether any token is this one; `differs` is 0 where."""
-    found = False
+    """Whether any token is this one; `differs` is 0 there."""
+    matches = False
     for i in range(tokens.size):
         differs[i] = tokens[i] ^ token
         if differs[i] == 0:
-            found = True
-    return found
+            matches = True
+    return matches
 
 
 @inlined
 def _pass(tokens: Int32Array, token: int, before: Int32Array, differs: Int32Array) -> bool:
-    """The same, of places that matched before."""
-    found = False
+    """The same among places that matched before."""
+    matches = False
     for i in range(tokens.size):
         difference = before[i] | (tokens[i] ^ token)
         differs[i] = difference
         if difference == 0:
-            found = True
-    return found
+            matches = True
+    return matches
 
 
 @inlined
-def _match_block(text: Int32Array, start: int, size: int, ending: Int32Array, most: int, differs: Int32Array) -> Any:
-    """How many tokens the longest match has before a place of a block, at most `most`; and the row of `differs` that is
-    0 at such places."""
+def _match_block(text: Int32Array, start: int, size: int, ending: Int32Array, limit: int, differs: Int32Array) -> Any:
+    """The longest match before a place of a block, up to `limit` tokens, and the row of `differs` that is 0 there."""
     newest = 0
     if not _first_pass(text[start - 1 : start - 1 + size], ending[0], differs[0]):
         return 0, 0
-    for n in range(1, most):
-        other, first = 1 - newest, max(0, n + 1 - start)  # of fewer tokens before a place none match
+    for n in range(1, limit):
+        other, first = 1 - newest, max(0, n + 1 - start)  # earlier places have fewer tokens before them
         differs[other, :first] = 1
         tokens = text[start - 1 - n + first : start - 1 - n + size]
         if not _pass(tokens, ending[n], differs[newest, first:size], differs[other, first:size]):
             return n, newest
         newest = other
-    return most, newest
+    return limit, newest
 
 
 @inlined
@@ -82,22 +80,21 @@ def _nearest_match(
     expected: int,
     differs: Int32Array,
 ) -> Any:
-    """Where the text goes on after the longest match, and its length; 0 and 0 without one. One token is enough where
-    copying would go on."""
-    best, rank, last, most = 0, 0, text.size - 1, min(max_ngram, num_ending)
+    """The place after the longest match, and its length; 0 and 0 without one."""
+    best, rank, last, limit = 0, 0, text.size - 1, min(max_ngram, num_ending)
     if 0 < expected <= last:
-        best, rank = expected, _length_at(text, expected, ending, most)
+        best, rank = expected, _length_at(text, expected, ending, limit)
     for start in range(1, last + 1, BLOCK):
-        if most < min_ngram or (rank == most and start - expected >= abs(best - expected)):
+        if limit < min_ngram or (rank == limit and start - expected >= abs(best - expected)):
             break
         size = min(BLOCK, last + 1 - start)
-        found, row = _match_block(text, start, size, ending, most, differs)
-        if found < max(rank, min_ngram):
+        length, row = _match_block(text, start, size, ending, limit, differs)
+        if length < max(rank, min_ngram):
             continue
         for i in range(size):
-            is_longer = found > rank
+            is_longer = length > rank
             if differs[row, i] == 0 and (is_longer or abs(start + i - expected) < abs(best - expected)):
-                best, rank = start + i, found
+                best, rank = start + i, length
     if rank < min_ngram and best != expected:
         return 0, 0
     return best, _length_at(text, best, ending, num_ending)
@@ -126,30 +123,30 @@ def history_match(
     num_draft: Int64Array,
     match_lengths: npt.NDArray[np.float64],
 ) -> None:
-    """See the front door. A draft ends before a token that is negative.
+    """See the front door. A draft ends before a negative token.
 
     Args:
-        texts, lengths: [R], where the requests' tokens, int32, lie in memory, and how many there are.
-        rows: [R], of `known`.
-        known: [N, NUM_COLUMNS].
-        prefix: [R, K] tokens that follow the texts.
-        num_begun: [R], how many; empty: none of any request.
-        max_draft: [R], tokens.
-        token_ids, num_draft, match_lengths: [R, K], zeros, and [R] each, out.
+        texts, lengths: [R], addresses of the requests' int32 tokens, and their number.
+        rows: [R], the requests' rows of `known`.
+        known: [N, NUM_COLUMNS], updated.
+        prefix: [R, K] tokens of a draft that was begun.
+        num_begun: [R] number of these tokens; empty: none.
+        max_draft: [R].
+        token_ids, num_draft, match_lengths: [R, K] zeros, [R] and [R], written.
     """
     ending, differs = np.empty(LONGEST_MATCH, np.int32), np.empty((2, BLOCK), np.int32)
     for index in range(len(rows)):
         num_draft[index], match_lengths[index] = 0, 0.0
-        request, size, most = known[rows[index]], lengths[index], min(max_draft[index], token_ids.shape[1])
-        if most == 0:
+        request, size, limit = known[rows[index]], lengths[index], min(max_draft[index], token_ids.shape[1])
+        if limit == 0:
             continue
-        own = text_at(texts[index], size)
+        whole = text_at(texts[index], size)
         end = size + (num_begun[index] if len(num_begun) > 0 else 0)
         num_ending = min(LONGEST_MATCH, end)
         for n in range(num_ending):
-            ending[n] = own[end - 1 - n] if end - 1 - n < size else prefix[index, end - 1 - n - size]
+            ending[n] = whole[end - 1 - n] if end - 1 - n < size else prefix[index, end - 1 - n - size]
         for source in range(2):
-            text = own if source == OWN else text_at(request[REFERENCE], request[NUM_TOKENS])
+            text = whole if source == TEXT else text_at(request[REFERENCE], request[NUM_TOKENS])
             expected = max(0, end - request[source])
             place, length = _nearest_match(text, ending, num_ending, min_ngram, max_ngram, expected, differs)
             if length > 0 and end == size:
@@ -157,9 +154,9 @@ def history_match(
             if length <= match_lengths[index]:
                 continue
             num_draft[index], match_lengths[index], token_ids[index] = 0, length, 0
-            for i in range(most if source == OWN else min(most, text.size - place)):
-                # The copy from the own text may overlap itself, as in LZ77.
-                there = place + i % (end - place) if source == OWN else place + i
+            for i in range(limit if source == TEXT else min(limit, text.size - place)):
+                # A copy from the text may overlap itself, as in LZ77.
+                there = place + i % (end - place) if source == TEXT else place + i
                 token = text[there] if there < text.size else prefix[index, there - size]
                 if token < 0:
                     break

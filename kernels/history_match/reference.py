@@ -1,7 +1,6 @@
-"""Prompt lookup of a batch, in PyTorch. Each text is compared with its own ending, once for each token of a match.
+"""Prompt lookup of a batch in PyTorch: each text is compared with its ending, once for each token of a match.
 
-Reads nothing on the host: all texts are looked through up to their room's end. R: rows, L: room of a text, N: tokens of
-a match that are counted, K: most tokens of a draft.
+Reads nothing on the host, so it searches the whole room of a text. R: rows, L: room of a text, N: LONGEST_MATCH.
 """
 
 import torch
@@ -20,24 +19,24 @@ def history_match(
     longest: int | None,
 ) -> Match:
     slots, steps = slots.long(), torch.arange(max_num_draft, device=slots.device)
-    own = texts.token_ids[slots, :longest].long()
-    end = texts.lengths[slots].long().clamp(max=own.shape[1])  # a prompt that is read in pieces has no room for drafts
+    text = texts.token_ids[slots, :longest].long()
+    end = texts.lengths[slots].long().clamp(max=text.shape[1])  # a chunked prompt has no room for drafts
     last = end[:, None] - 1 - torch.arange(LONGEST_MATCH, device=slots.device)
-    ending = own.gather(1, last.clamp(min=0)).masked_fill(last < 0, -1)
+    ending = text.gather(1, last.clamp(min=0)).masked_fill(last < 0, -1)
     expected = (end[:, None] - texts.distances[slots]).clamp(min=0)
-    place, match_length = _nearest_match(own, end, ending, min_ngram, max_ngram, expected[:, 0])
-    _keep(texts.distances[:, 0], slots, end - place, (max_draft > 0) & (match_length > 0))
+    place, match_length = _nearest_match(text, end, ending, min_ngram, max_ngram, expected[:, 0])
+    _write(texts.distances[:, 0], slots, end - place, (max_draft > 0) & (match_length > 0))
     # The copy may overlap itself, as in LZ77.
-    token_ids = own.gather(1, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
+    token_ids = text.gather(1, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
     num_draft = torch.where(match_length > 0, max_draft, 0)
     if references is not None:
-        places = references.starts[slots, None] + torch.arange(own.shape[1], device=slots.device)
+        places = references.starts[slots, None] + torch.arange(text.shape[1], device=slots.device)
         other = references.token_ids[places.clamp(max=len(references.token_ids) - 1)].long()
         size = references.lengths[slots].long()
         place, length = _nearest_match(other, size, ending, min_ngram, max_ngram, expected[:, 1])
-        _keep(texts.distances[:, 1], slots, end - place, (max_draft > 0) & (length > 0))
+        _write(texts.distances[:, 1], slots, end - place, (max_draft > 0) & (length > 0))
         is_better = length > match_length
-        followed = other.gather(1, (place[:, None] + steps).clamp(max=own.shape[1] - 1))
+        followed = other.gather(1, (place[:, None] + steps).clamp(max=text.shape[1] - 1))
         token_ids = torch.where(is_better[:, None], followed, token_ids)
         num_draft = torch.where(is_better, torch.minimum(max_draft, size - place), num_draft)
         match_length = torch.maximum(match_length, length)
@@ -53,7 +52,7 @@ def _nearest_match(
     max_ngram: int,
     expected: torch.Tensor,  # [R]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the text goes on after the longest match, and its length; 0 and 0 without one: [R] each."""
+    """[R] each: the place after the longest match, and its length; 0 and 0 without a match."""
     last = torch.arange(text.shape[1], device=text.device)
     is_match = last < size[:, None] - 1
     length = torch.zeros_like(text)
@@ -69,12 +68,12 @@ def _nearest_match(
     return torch.where(length > 0, place[:, 0] + 1, 0), length
 
 
-def _keep(
+def _write(
     distances: torch.Tensor,  # [S]
-    slots: torch.Tensor,  # [R], of padding anybody's
+    slots: torch.Tensor,  # [R]; padding may have any slot
     newest: torch.Tensor,  # [R]
-    is_kept: torch.Tensor,  # [R]
+    is_match: torch.Tensor,  # [R] bool
 ) -> None:
     more = torch.cat((distances, distances[:1]))
-    more[torch.where(is_kept, slots, len(distances))] = newest.int()
+    more[torch.where(is_match, slots, len(distances))] = newest.int()
     distances.copy_(more[:-1])

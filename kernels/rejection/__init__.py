@@ -1,9 +1,9 @@
-"""Verification of draft tokens: modified rejection sampling over ragged batches, every sampling parameter included.
+"""Verification of draft tokens: modified rejection sampling over ragged batches, with all sampling parameters.
 
-Front door: `rejection_sample` picks the implementation; `Sampling` holds the requests' parameters. Logit bias,
-penalties and other edits of the logits come before it (adjust/). Knows neither requests nor engines. Leviathan et al.
-2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model
-Decoding with Speculative Sampling". num_logits: rows of all requests, num_states: rows of the per-request arrays.
+`rejection_sample` picks the implementation; `Sampling` holds the requests' parameters. Edits of the logits, such as
+penalties, come before (adjust/). Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding";
+Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling". num_logits: rows of all
+requests, num_states: rows of the per-request arrays.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ..implementations import module_of
 class Sampling:
     """Sampling parameters by request state; None where no request of the batch uses one."""
 
-    # [num_states] float32, 0: the most probable token
+    # [num_states] float32, 0: argmax
     temperature: Any
     # [num_states] int64
     seeds: Any
@@ -32,13 +32,13 @@ class Sampling:
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
     def at(self, index: Any) -> "Sampling":
-        """The parameters of some states, by an index tensor or a mask."""
+        """The parameters of some states, chosen by an index or a mask."""
         chosen = (None if field is None else field[index] for field in vars(self).values())
         return Sampling(*chosen)
 
 
 class Layout(NamedTuple):
-    """Whose each row of the logits is: as of `rejection_sample`, and with the last three as of `sample_step`."""
+    """Places of the logits' rows: arguments of `rejection_sample`, and the last three of `sample_step`."""
 
     cu_num_logits: Any
     draft_token_ids: Any
@@ -52,31 +52,30 @@ class Layout(NamedTuple):
 def rejection_sample(
     # [num_logits, vocab_size] bfloat16, float16 or float32; the rows of a request are contiguous
     target_logits: Any,
-    # [num_reqs + 1] int32: request r has the rows cu_num_logits[r] to cu_num_logits[r + 1]; none: it emits nothing
+    # [num_reqs + 1] int32: request r has the rows cu_num_logits[r] to cu_num_logits[r + 1], maybe none
     cu_num_logits: Any,
-    # [num_logits] integer: the token that is fed at each row. A request's first is ignored, -1 is always rejected
+    # [num_logits] integer: the token fed at each row; a request's first is ignored, -1 is always rejected
     draft_token_ids: Any,
-    # [num_logits] int64: where the token that the row predicts will stand (one past the token that is fed)
+    # [num_logits] int64: the position of the token that the row predicts, one after the fed token
     positions: Any,
     # [num_reqs] integer: the request's row in the arrays of `sampling` and in draft_logits
     idx_mapping: Any,
     sampling: Sampling,
     max_num_draft: int,
-    # [num_states, >= max_num_draft, draft_vocab_size] floating: what drafts were drawn from, before temperature; None:
-    # q is one-hot. Tokens that the proposer does not know have q = 0
+    # [num_states, >= max_num_draft, draft_vocab_size] floating: logits of q, before temperature; None: q is one-hot.
+    # Tokens from draft_vocab_size on have q = 0
     draft_logits: Any = None,
     implementation: str | None = None,
 ) -> tuple[Any, Any]:
     """The accepted drafts of each request and one token more: recovered after a rejection, else the bonus token.
 
-    The result follows the target's distribution, after temperature, min-p, top-k and top-p in this order. It depends on
-    neither the other requests nor the batch; with a one-hot q, not on the drafts either, only its length does.
-    NaN logits count as -inf, +inf as the largest float32; a row of -inf alone gives token 0. Temperature 0 gives the
-    first of the most probable tokens. The draft of a row of draft logits with NaN or +inf, or of -inf alone, is
-    rejected, and the token that follows is drawn from p.
+    The tokens follow the target's distribution after temperature, min-p, top-k and top-p, in this order. They do not
+    depend on the rest of the batch, nor, with a one-hot q, on the drafts; only their number does. NaN logits count as
+    -inf, +inf as the largest float32; a row of -inf alone gives token 0. Temperature 0 gives the first argmax. Where
+    draft logits are no distribution (NaN, +inf, -inf alone) the draft is rejected, and the next token is drawn from p.
 
     Args:
-        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host where it can be,
+        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host if possible,
             else the reference.
 
     Returns:
@@ -92,33 +91,19 @@ def rejection_sample(
     ...     sampling, max_num_draft=1)
     (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
     """
-    _check_shapes(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
-    on_cpu = "host" if draft_logits is None or max_num_draft == 0 else "reference"
-    layout = Layout(cu_num_logits, draft_token_ids, positions, idx_mapping)
-    module = module_of(__name__, target_logits, implementation, on_cpu)
-    sampled, num_sampled, *_ = module.rejection_sample(target_logits, layout, sampling, max_num_draft, draft_logits)
-    return sampled, num_sampled
-
-
-def _check_shapes(
-    target_logits: Any,
-    cu_num_logits: Any,
-    draft_token_ids: Any,
-    positions: Any,
-    idx_mapping: Any,
-    max_num_draft: int,
-    draft_logits: Any,
-) -> None:
     num_logits, vocab_size = target_logits.shape
     for name, tensor in {"draft_token_ids": draft_token_ids, "positions": positions}.items():
         if tensor.shape != (num_logits,):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but must have ({num_logits},) as the logits.")
-    if idx_mapping.shape[0] + 1 != cu_num_logits.shape[0]:
-        raise ValueError(
-            f"idx_mapping has {idx_mapping.shape[0]} requests, but cu_num_logits {cu_num_logits.shape[0] - 1}."
-        )
+    if len(idx_mapping) + 1 != len(cu_num_logits):
+        raise ValueError(f"idx_mapping has {len(idx_mapping)} requests, but cu_num_logits {len(cu_num_logits) - 1}.")
     if draft_logits is not None and (draft_logits.shape[1] < max_num_draft or draft_logits.shape[2] > vocab_size):
         raise ValueError(
             f"draft_logits has shape {tuple(draft_logits.shape)}, but must have at least {max_num_draft} rows a "
             f"request of at most {vocab_size} tokens."
         )
+    on_cpu = "host" if draft_logits is None or max_num_draft == 0 else "reference"
+    layout = Layout(cu_num_logits, draft_token_ids, positions, idx_mapping)
+    module = module_of(__name__, target_logits, implementation, on_cpu)
+    sampled, num_sampled, *_ = module.rejection_sample(target_logits, layout, sampling, max_num_draft, draft_logits)
+    return sampled, num_sampled

@@ -1,8 +1,7 @@
-"""What a request emits, in Triton: a program a row draws, or weighs its draft; the last one of a request decides.
+"""The tokens that a request emits, in Triton: a program of each row works, and the last of a request decides.
 
-With a one-hot q each row's token is drawn, and compared with the drafts. With draft logits a row weighs its draft, p /
-q, and the tokens of the row after the accepted drafts race in max(p - q, 0), or in p if that is the bonus row: one read
-of both rows by the scan, and of a few groups.
+With a one-hot q each row draws a token, which is compared with the draft. With draft logits each row computes p / q of
+its draft, and the tokens of the row after the accepted drafts race with weights max(p - q, 0), or p in the bonus row.
 """
 
 from typing import NamedTuple
@@ -19,16 +18,16 @@ from .scan_fused import LARGEST, Scan, load_logits, load_request, load_scan, sca
 from .truncation_fused import load_kept
 
 _ACCEPT = tl.constexpr(ACCEPT)
-GREEDY = 8  # `given`, in place of limits: all rows emit their likeliest token
+GREEDY = 8  # in place of given limits: all rows emit their argmax
 _GREEDY = tl.constexpr(GREEDY)
 
 
 class Weighed(NamedTuple):
-    """What is known of the target's rows [num_reqs, width], float32 each."""
+    """Results of the target's rows [num_reqs, width], float32 each."""
 
-    # p / q of the draft that the row predicts, 0 for none
+    # p / q of the draft that the row predicts, 0 without one
     ratio: torch.Tensor
-    # largest logit, sum of the weights kept, smallest logit kept; undefined at temperature 0, as all below
+    # largest logit, sum of the weights that are not cut, threshold; undefined at temperature 0, as all below
     maximum: torch.Tensor
     total: torch.Tensor
     limit: torch.Tensor
@@ -39,11 +38,9 @@ class Weighed(NamedTuple):
 
 @triton.jit
 def is_last(arrivals_ptr, index, num_programs):
-    """Whether all others of a request's programs have come here; what they stored before can then be loaded.
-
-    Of a request without rows, which has none, it is the first.
-    """
-    # All threads have stored before one counts, with a GPU-wide release; what comes back is a GPU-wide acquire.
+    """Whether this is the last of a request's programs to come here, which can load all that the others stored; the
+    first one for a request without rows."""
+    # All threads store before one counts, with a GPU-wide release and acquire.
     tl.debug_barrier()
     result = (num_programs == 0) & (index == 0)
     if index < num_programs:
@@ -53,7 +50,7 @@ def is_last(arrivals_ptr, index, num_programs):
 
 @triton.jit
 def _write(result, request, tokens, num_sampled, width, WIDTH: tl.constexpr):
-    """The first of tokens [WIDTH], and -1 after them."""
+    """Stores the first tokens of [WIDTH], and -1 after them."""
     steps = tl.arange(0, WIDTH)
     tokens = tl.where(steps < num_sampled, tokens.to(tl.int64), -1)
     tl.store(result.sampled + request * width + steps, tokens, mask=steps < width)
@@ -62,7 +59,7 @@ def _write(result, request, tokens, num_sampled, width, WIDTH: tl.constexpr):
 
 @triton.jit
 def _write_drawn(result, layout, request, begin, num_rows, tokens, width, WIDTH: tl.constexpr):
-    """With a one-hot q: tokens [WIDTH] that the rows drew, up to the first that is not its draft."""
+    """With a one-hot q: stores the rows' tokens [WIDTH] up to the first that is not the draft."""
     steps = tl.arange(0, WIDTH)
     is_draft, fed = steps < num_rows - 1, begin + 1 + steps  # rows after a request's first
     if layout.logits_indices is not None:
@@ -73,7 +70,7 @@ def _write_drawn(result, layout, request, begin, num_rows, tokens, width, WIDTH:
     if result.num_rejected is not None:
         prefill_len = tl.load(layout.prefill_len + tl.load(layout.idx_mapping + request))
         first = tl.load(layout.logits_indices + begin, mask=num_rows > 0, other=0)
-        # After a token of the prompt nothing was drafted: what is fed there holds a place.
+        # Nothing was drafted after a token of the prompt: the fed tokens are placeholders.
         is_prompts = tl.load(layout.positions + first) < prefill_len
         goes_on = tl.load(layout.seq_lens + request) < prefill_len
         num_sampled = tl.where(is_prompts, tl.minimum(num_sampled, 1), num_sampled)
@@ -85,11 +82,11 @@ def _write_drawn(result, layout, request, begin, num_rows, tokens, width, WIDTH:
 @triton.jit(do_not_specialize=["given"])
 def _draw_kernel(
     result,
-    # [num_reqs, width] int32: what each row draws
+    # [num_reqs, width] int32: the token of each row
     token_ptr,
-    # same, float32: the smallest logit that it keeps
+    # same, float32: its threshold
     limit_ptr,
-    # [num_reqs, width] float32, the largest probability of each row, or None
+    # same, float32, or None: the largest probability
     largest_ptr,
     # [num_rows, num_groups] int32
     groups_ptr,
@@ -101,7 +98,7 @@ def _draw_kernel(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Draws the token of a row; the last row of a request to be drawn compares them with the drafts."""
+    """Draws the token of a row; the last program of a request compares the tokens with the drafts."""
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     if step < num_rows:
@@ -134,7 +131,7 @@ def _draw_kernel(
 @triton.jit
 def _load_weighed(weighed, target, drafts, begin, num_rows, state, step, first):
     """p and q of a row, as `race` takes them."""
-    # Nothing is recovered after the last draft: as if a draft had been of an empty vocabulary.
+    # The bonus row recovers nothing, as if a draft had an empty vocabulary.
     place, has_draft = first + step, step < num_rows - 1
     row_ptr = target.logits + (begin + step) * target.stride
     p = (
@@ -155,7 +152,7 @@ def _write_accepted(
     result, num_accepted, weighed, scanned, target, drafts, layout, parameters, request, width,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the accepted drafts of a request, and the token after: of max(p - q, 0), or the bonus token."""
+    """Stores the accepted drafts of a request, and the recovered or bonus token."""
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     last = 0
     if num_rows > 0:
@@ -176,7 +173,7 @@ def _write_accepted(
 
 @triton.jit
 def _draft_ratio(weighed, place, scanned, slot, p, drafts, draft_row_ptr, draft, scale, GROUPS: tl.constexpr):
-    """p / q of a row's draft; stores what is known of q. Where that is no distribution both are 0."""
+    """p / q of a row's draft; 0 where q is no distribution. Stores the maximum and the sum of q."""
     row_ptr, vocab_size, limit, maximum, total = p
     draft_maxima, draft_totals, draft_maximum = load_scan(scanned, slot, scale, GROUPS)
     largest = tl.max(draft_maxima, axis=0)
@@ -195,7 +192,7 @@ def _draft_ratio(weighed, place, scanned, slot, p, drafts, draft_row_ptr, draft,
 
 @triton.jit
 def _num_accepted(weighed, layout, parameters, request, width, WIDTH: tl.constexpr):
-    """How many drafts of a request are accepted, one by one."""
+    """The number of accepted drafts of a request."""
     begin, num_rows, state, _temperature = load_request(layout, parameters, request)
     steps = tl.arange(0, WIDTH)
     is_draft = steps < num_rows - 1
@@ -222,7 +219,7 @@ def _weigh_kernel(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Weighs the draft of a row; the last row of a request to be weighed accepts and draws."""
+    """Computes p / q of the draft of a row; the last program of a request accepts and draws."""
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     scale = scale_of(temperature)
@@ -263,7 +260,7 @@ def draw(
     given: int,
     largest_probs: torch.Tensor | None = None,  # [num_reqs, width], written
 ) -> torch.Tensor:
-    """One-hot q, in one launch; the smallest logit that each row keeps, [num_reqs, width]."""
+    """Draws with a one-hot q, in one launch; returns the rows' thresholds [num_reqs, width]."""
     num_reqs, width = result.sampled.shape
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
     token, limit = (torch.empty_like(result.sampled, dtype=dtype) for dtype in (torch.int32, torch.float32))
@@ -275,15 +272,9 @@ def draw(
 
 
 def weigh(
-    result: Result,
-    scanned: Scan,
-    target: Target,
-    drafts: Drafts,
-    layout: Layout,
-    parameters: Parameters,
-    given: int,
+    result: Result, scanned: Scan, target: Target, drafts: Drafts, layout: Layout, parameters: Parameters, given: int
 ) -> Weighed:
-    """Drafts that were drawn from q, in one launch for the batch."""
+    """Verifies drafts that were drawn from q, in one launch."""
     num_reqs, width = result.sampled.shape
     weighed = Weighed(*(scanned.maximum.new_empty(num_reqs, width) for _ in Weighed._fields))
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)

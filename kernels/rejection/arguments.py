@@ -1,9 +1,9 @@
-"""What the kernels of verification take: tuples that a launcher makes once and device functions hand on.
+"""The arguments of verification's kernels: tuples that a launcher makes once and device functions hand on.
 
-Triton compiles a kernel anew for other types, for pointers and numbers that 16 divides or not, and for numbers that
-are 1. That must not happen from batch to batch: index arrays are always aligned here, an array that is not given has a
-stand-in, and numbers that differ are arguments of their own, which kernels name in `do_not_specialize` (it does not
-reach into tuples). Knows no Triton.
+Triton compiles a kernel anew for other types, for pointers and numbers that 16 divides or not, and for numbers that are
+1. No batch may bring a new variant: index arrays are aligned here, a stand-in takes the place of a missing array, and
+varying numbers are separate arguments that kernels name in `do_not_specialize`, which does not reach into tuples. Knows
+no Triton.
 """
 
 from typing import NamedTuple
@@ -12,12 +12,12 @@ import torch
 
 from . import Layout, Sampling
 
-# A width of fewer rows is compiled as this one.
-_SMALLEST_WIDTH = 8
+# A kernel for fewer rows is compiled for this width.
+_MIN_WIDTH = 8
 
 
 class Parameters(NamedTuple):
-    """As of `Sampling`; some array of the type stands for one that is not given."""
+    """The fields of `Sampling`; any array of the type stands for a missing one."""
 
     temperature: torch.Tensor
     seeds: torch.Tensor
@@ -46,21 +46,21 @@ class Result(NamedTuple):
     sampled: torch.Tensor
     # [num_reqs] int32
     num_sampled: torch.Tensor
-    # same; of a step
+    # the same, for `sample_step`
     num_rejected: torch.Tensor | None = None
 
 
 def layout_of(*arrays: torch.Tensor | None) -> Layout:
-    """With a small copy of what vLLM sliced because the batch was large."""
+    """The arrays; slices that are not aligned are copied."""
     return Layout(*(array if array is None or array.data_ptr() % 16 == 0 else array.clone() for array in arrays))
 
 
 def parameters_of(sampling: Sampling, layout: Layout) -> tuple[Parameters, int]:
-    """Also which of the three limits are given: 1 for top-k, 2 for top-p, 4 for min-p."""
+    """The parameters, and which limits are given: 1 for top-k, 2 for top-p, 4 for min-p."""
     limits = sampling.top_k, sampling.top_p, sampling.min_p
-    places = layout.cu_num_logits, sampling.temperature, sampling.temperature
+    stand_ins = layout.cu_num_logits, sampling.temperature, sampling.temperature
     given = sum((limit is not None) << bit for bit, limit in enumerate(limits))
-    chosen = (place if limit is None else limit for limit, place in zip(limits, places, strict=True))
+    chosen = (other if limit is None else limit for limit, other in zip(limits, stand_ins, strict=True))
     return Parameters(sampling.temperature, sampling.seeds, *chosen), given
 
 
@@ -69,5 +69,5 @@ def target_of(logits: torch.Tensor) -> Target:
 
 
 def padded_width(width: int) -> int:
-    """A power of two; the same for steps with and without drafts, unless these are many."""
-    return max(_SMALLEST_WIDTH, 1 << (width - 1).bit_length())
+    """A power of two, the same for all steps with fewer than _MIN_WIDTH drafts."""
+    return max(_MIN_WIDTH, 1 << (width - 1).bit_length())

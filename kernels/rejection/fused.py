@@ -1,8 +1,8 @@
-"""Modified rejection sampling in Triton, in two launches; see reference.py for the algorithm.
+"""Modified rejection sampling in Triton, in two launches; reference.py explains the algorithm.
 
-The first scans: a program has a tile of a row, and leaves the maximum and the weight of each group of its tokens. With
-these the second finds a row's thresholds, lets few groups race, and decides what a request emits. No launch waits for
-the host, so a CUDA graph can record them.
+The first launch scans: a program reads a tile of a row, and stores the maximum and the weight of each group of tokens.
+With these the second finds a row's thresholds, opens few groups for the race, and decides which tokens a request emits.
+No launch waits for the host, so a CUDA graph can record them.
 """
 
 import torch
@@ -20,12 +20,10 @@ def rejection_sample(
     max_num_draft: int,
     draft_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """See the front door; also how many drafts were rejected, where rows say where their tokens stand; and with a
-    one-hot q the smallest logit that each row keeps, [num_reqs, width]."""
-    width, layout = max_num_draft + 1, layout_of(*layout)
-    sampled = torch.empty(len(layout.idx_mapping), width, dtype=torch.int64, device=target_logits.device)
-    num_sampled = torch.empty_like(sampled[:, 0], dtype=torch.int32)
-    result = Result(sampled, num_sampled, None if layout.logits_indices is None else torch.empty_like(num_sampled))
+    """As the front door; also num_rejected, if the layout has logits_indices, and with a one-hot q each row's smallest
+    logit that is not cut, [num_reqs, width]."""
+    layout = layout_of(*layout)
+    result = _new_result(layout, max_num_draft + 1)
     target, (parameters, given) = target_of(target_logits), parameters_of(sampling, layout)
     if draft_logits is None or max_num_draft == 0:
         scanned = scan(target, None, layout, parameters)
@@ -39,14 +37,17 @@ def rejection_sample(
 def rated_sample(
     logits: torch.Tensor, layout: Layout, sampling: Sampling, greedy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See drafts.py: rows without drafts, in two launches."""
+    """See drafts.py; the rows have no drafts."""
     layout = layout_of(*layout)
-    sampled = torch.empty(len(layout.idx_mapping), 1, dtype=torch.int64, device=logits.device)
-    largest_probs = torch.empty_like(sampled[:, 0], dtype=torch.float32)
+    result = _new_result(layout, 1)
+    largest_probs = torch.empty_like(result.num_sampled, dtype=torch.float32)
     target, (parameters, given) = target_of(logits), parameters_of(sampling, layout)
-    scanned, result = (
-        scan(target, None, layout, parameters),
-        Result(sampled, torch.empty_like(largest_probs, dtype=torch.int32)),
-    )
+    scanned = scan(target, None, layout, parameters)
     draw(result, scanned, target, layout, parameters, GREEDY if greedy else given, largest_probs)
-    return sampled[:, 0], largest_probs
+    return result.sampled[:, 0], largest_probs
+
+
+def _new_result(layout: Layout, width: int) -> Result:
+    num_sampled = torch.empty_like(layout.idx_mapping, dtype=torch.int32)
+    sampled = num_sampled.new_empty(len(num_sampled), width, dtype=torch.int64)
+    return Result(sampled, num_sampled, None if layout.logits_indices is None else torch.empty_like(num_sampled))

@@ -1,8 +1,8 @@
-"""Verification of one-hot drafts on a CPU: the tokens of reference.py, bit for bit, without its many small operations.
+"""Verification of one-hot drafts on a CPU: the tokens of reference.py, bit for bit, with fewer small operations.
 
-What is as wide as the vocabulary is the reference's own. Around it that takes some 150 operations on a few numbers
-each, at microseconds apiece: for a small step longer than all that vLLM does. Here they are compiled loops, but for the
-logarithms, which another library than PyTorch's would round otherwise. N: rows, V: vocab_size.
+Operations on whole rows are those of the reference. Its other 150 operations are small, and together they take longer
+than vLLM's small step; here they are compiled loops. PyTorch takes the logarithms, since another library would round
+them differently. N: rows, V: vocab_size.
 """
 
 import math
@@ -38,7 +38,7 @@ def _splitmix64(state: np.uint64) -> np.uint64:
 def _negated_uniform(
     seeds: Int64Array, positions: Int64Array, stream: int, begins: Int64Array, result: Float32Array
 ) -> None:
-    """Numbers in (-1, 0) of a row's counters from begins[row] on."""
+    """Minus the uniform numbers of each row's counters from begins[row] on."""
     for row in range(result.shape[0]):
         place = positions[row] ^ (stream << STREAM_SHIFT)
         key = _splitmix64(_splitmix64(np.uint64(seeds[row])) ^ np.uint64(place))
@@ -49,7 +49,7 @@ def _negated_uniform(
 
 @compiled("void(float32[:, ::1], int64[:], float32[:, ::1], int64[:])")
 def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result: Int64Array) -> None:
-    """The first of a row's entries from begins[row] on to arrive, by noise that is minus these logarithms."""
+    """The first to arrive of a row's entries from begins[row] on; the noise is minus `logs`."""
     for row in range(logs.shape[0]):
         begin = begins[row]
         largest = np.float32(-1)
@@ -64,12 +64,12 @@ def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result
 def accept(
     token_ids: Int64Array, cu_num_logits: Int32Array, fed: Int64Array, sampled: Int64Array, num_sampled: Int32Array
 ) -> None:
-    """A request emits what its rows draw, up to the first that is not what is fed at the next row.
+    """A request emits its rows' tokens, up to the first that is not the draft fed at the next row.
 
     Args:
-        token_ids: what each row draws, [N].
-        cu_num_logits, fed: as cu_num_logits and draft_token_ids of the front door.
-        sampled, num_sampled: what it returns, out.
+        token_ids: [N] the token that each row draws.
+        cu_num_logits, fed: cu_num_logits and draft_token_ids of the front door.
+        sampled, num_sampled: its results, written.
     """
     for request in range(len(num_sampled)):
         begin = cu_num_logits[request]
@@ -111,14 +111,14 @@ def draw_rows(logits: torch.Tensor, states: Int64Array, positions: Int64Array, s
     is_drawn, token_ids = temperature != 0, np.empty(len(states), np.int64)
     scale = torch.from_numpy(np.reciprocal(np.where(is_drawn, temperature, ONE)) * LOG2_E)
     for part in chunks(*logits.shape):
-        own, heated = logits[part], is_drawn[part]
+        rows, heated = logits[part], is_drawn[part]
         if not heated.all():
-            token_ids[part] = finite_with_max(own)[0].argmax(-1)
+            token_ids[part] = finite_with_max(rows)[0].argmax(-1)
         if heated.any():
             if sampling.truncates:
-                weighed = weights(own, sampling.at(torch.from_numpy(states[part])))
+                weighed = weights(rows, sampling.at(torch.from_numpy(states[part])))
             else:
-                weighed = weigh(own, scale[part])[1]
+                weighed = weigh(rows, scale[part])[1]
             np.copyto(token_ids[part], draw(weighed, seeds[part], positions[part]), where=heated)
     return token_ids
 

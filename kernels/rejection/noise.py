@@ -1,13 +1,12 @@
-"""Streams of counter-based noise, in PyTorch.
+"""Streams of counter-based noise in PyTorch.
 
-Every random number of verification is a function of (seed, position, stream, counter): of the request's seed, the
-position that the token will stand at, what the number is for, and an index (a token or a group of tokens). N: rows, M:
-counters.
+Every random number of verification is a function of the request's seed, the token's position, a stream, which is the
+number's use, and a counter, which is a token or a group of tokens. N: rows.
 """
 
 import torch
 
-# What a number is for. The position is below 2**56, so that a stream changes other bits of the state.
+# Uses of a number. The position is below 2**56, so a stream changes other bits of the state.
 GROUP, TOKEN, ACCEPT, RECOVERED_GROUP, RECOVERED_TOKEN = range(1, 6)
 STREAM_SHIFT = 56
 _MASK = (1 << 64) - 1
@@ -47,7 +46,7 @@ def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 
 
 def exponential(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """Exponential(1) noise float32; fine where it is small, because the smallest decides.
+    """Exponential(1) noise float32, precise where it is small, because the smallest decides.
 
     >>> exponential(keys(torch.tensor([7]), torch.tensor([3]), TOKEN)[:, None], torch.arange(5)).shape
     torch.Size([1, 5])

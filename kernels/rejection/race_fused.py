@@ -1,8 +1,8 @@
-"""The race of a row's tokens in Triton, group by group, in the noise of noise.py: the same bits.
+"""The race of a row's tokens in Triton, group by group, with the noise of noise.py, bit for bit.
 
-What a group weighs under p bounds what it weighs in max(p - q, 0) or after a truncation, and its noise is known: so
-groups are opened in the order in which they could arrive, until none that is left could still win. A residual of mass
-s wants about 1 / s groups opened; as a draft is rejected with probability s, it is about one a step.
+A group's weight under p bounds its weight in max(p - q, 0) and after truncation, and its noise is known. So the race
+opens groups in the order of their earliest arrival, until no other group can win. For a residual of mass s it opens
+about 1 / s groups; a draft is rejected with probability s, so that is about one group a step.
 """
 
 import triton
@@ -14,9 +14,9 @@ from .scan_fused import GROUP, load_logits
 _STREAM_SHIFT = tl.constexpr(noise.STREAM_SHIFT)
 _GROUP, _TOKEN = tl.constexpr(noise.GROUP), tl.constexpr(noise.TOKEN)
 _RECOVERED_GROUP, _RECOVERED_TOKEN = tl.constexpr(noise.RECOVERED_GROUP), tl.constexpr(noise.RECOVERED_TOKEN)
-# Sums in another order may differ by some roundings.
+# Sums in another order are rounded differently.
 _ROUNDING = tl.constexpr(1.0001)
-# What is left where rounding leaves nothing of max(p - q, 0), as a share of p: 2**-80.
+# Share of p in the residual, 2**-80: see `residual` of reference.py.
 _REST = tl.constexpr(8.271806125530277e-25)
 
 
@@ -40,21 +40,21 @@ def uniform(key, counters):
 def exponential(key, counters):
     """Exponential(1) noise float32 of integer counters."""
     number = uniform(key, counters)
-    # log1p(-number): the second factor makes up for what the rounding of 1 - number did to the logarithm.
+    # log1p(-number): the second factor corrects the rounding of 1 - number.
     rest = 1.0 - number
     return tl.where(rest == 1.0, number, -tl.log(rest) * (number / (1.0 - rest)))
 
 
 @triton.jit
 def stream_key(seed, position, stream):
-    """State of a stream, uint64, from int64 scalars; the stream may be a constant."""
+    """State of a stream, uint64, from int64 scalars."""
     where = position ^ (stream << _STREAM_SHIFT)
     return _splitmix64(_splitmix64(seed.to(tl.uint64)) ^ where.to(tl.uint64))
 
 
 @triton.jit
 def first_of_largest(row_ptr, maxima, vocab_size):
-    """First of the most probable tokens of a row, from its groups' maxima; 0 for a row of -inf alone."""
+    """The first argmax of a row, from its groups' maxima; 0 for a row of -inf alone."""
     largest, group = tl.max(maxima, axis=0, return_indices=True)
     tokens = group * GROUP + tl.arange(0, GROUP)
     logits = load_logits(row_ptr, tokens, tokens < vocab_size)
@@ -86,10 +86,9 @@ def _residual(p, q, scale, tokens):
 
 @triton.jit
 def race(
-    # the row, vocab_size, smallest logit that is kept, largest logit, sum of the weights that are kept
+    # the row, vocab_size, smallest logit that is not cut, largest logit, sum of the weights that are not cut
     p,
-    # of the draft that was rejected in this row: its row, vocab_size, largest logit, sum of its weights. None, or a
-    # vocab_size of 0: there was none
+    # row, vocab_size, largest logit and sum of weights of the rejected draft; None, or a vocab_size of 0: no draft
     q,
     scale,
     seed,
@@ -99,7 +98,7 @@ def race(
     totals,
     GROUPS: tl.constexpr,
 ):
-    """The token that arrives first, in weights max(p - q, 0), or p where there was no draft."""
+    """The token that arrives first, with weights max(p - q, 0), or p without a draft."""
     recovers = False
     if q is not None:
         recovers = q[1] > 0

@@ -1,4 +1,4 @@
-"""Modified rejection sampling in PyTorch: reads like the paper, and is what runs on a CPU.
+"""Modified rejection sampling in PyTorch: reads like the paper, and runs on a CPU.
 
 A draft d, drawn from q, is accepted with probability min(1, p(d) / q(d)); else a token is recovered from the residual
 max(p - q, 0), normalised. After the last accepted draft a bonus token is drawn from p. All are then distributed as p.
@@ -8,10 +8,11 @@ p(d) / 1), and given that it does not, x is distributed as p without d, normalis
 emitted: the noise alone decides what is emitted, and the draft only how many tokens a step has.
 
 A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it is the first of all with
-probability w_v / sum(w) (the Gumbel-max trick, exponentiated). Of a group of tokens, the first arrives after
-Exponential(1) / sum of the group's w, whichever it is: so first a group wins with its own noise, then a token of
-that group. It costs V / GROUP_SIZE + GROUP_SIZE random numbers, not V. N: rows, B: requests, K: max_num_draft, V:
-vocab_size, G: GROUP_SIZE.
+probability w_v / sum(w) (the Gumbel-max trick, exponentiated). The first token of a group arrives after Exponential(1)
+/ sum of the group's w, whichever token it is: so a group wins with noise of the group, then a token of that group. It
+costs V / GROUP_SIZE + GROUP_SIZE random numbers, not V.
+
+N: rows, B: requests, K: max_num_draft, V: vocab_size, G: GROUP_SIZE.
 """
 
 import math
@@ -29,23 +30,18 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def draft_ratio(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """p / q of drafts that have probability p under the target and q under the proposer; finite, 0 where p is."""
+    """p / q of drafts with probability p under the target and q under the proposer; finite, 0 where p is 0."""
     return torch.where(p > 0, p / q, 0.0).clamp_(max=torch.finfo(p.dtype).max)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Weights [..., V] of what follows a rejected draft; not normalised.
-
-    Where rounding leaves nothing of max(p - q, 0) it is p that is left.
-    """
+    """Weights [..., V] of the token after a rejected draft, max(p - q, 0); p where rounding makes them all 0."""
     return (p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
 
 
 def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 (or float64) logits [N, V], NaN as -inf and +inf as the largest float32; and the rows' maxima [N, 1].
-
-    The maximum of a row of -inf alone is the lowest number.
-    """
+    """float32 (or float64) logits [N, V], NaN as -inf and +inf as the largest float32; and the rows' maxima [N, 1],
+    which are the lowest number for rows of -inf alone."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     maximum = logits.amax(dim=-1, keepdim=True)
     if not math.isfinite(maximum.sum()):  # rare
@@ -55,13 +51,13 @@ def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weigh(logits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finite logits and their weights [N, V], which are exp2(scale [N] * (logit - row maximum))."""
+    """Finite logits and their weights [N, V], exp2(scale [N] * (logit - row maximum))."""
     logits, maximum = finite_with_max(logits)
     return logits, (logits - maximum).mul_(scale[:, None]).exp2_()
 
 
 def _weighed(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Finite logits and their weights [N, V] before truncation, and the smallest logit kept [N], if any is cut."""
+    """Finite logits and their weights [N, V] before truncation, and the thresholds [N] of the limits, if any."""
     temperature = sampling.temperature.to(torch.promote_types(logits.dtype, torch.float32))
     scale = torch.where(temperature == 0, 1.0, temperature).reciprocal_().mul_(math.log2(math.e))
     logits, weights = weigh(logits, scale)
@@ -70,9 +66,9 @@ def _weighed(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, to
 
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Weights [N, V] that the rows' sampling parameters give to the tokens; probabilities but for their sum.
+    """Weights [N, V] of the tokens under the rows' sampling parameters: probabilities, scaled so that the largest is 1.
 
-    The largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits.
+    At temperature 0 the others are 0. float32, or float64 for float64 logits.
     """
     logits, result, limit = _weighed(logits, sampling)
     if limit is not None:
@@ -84,7 +80,7 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits [N, V] with -inf for the tokens that the rows' limits cut; NaN stays. At temperature 0 as at 1."""
+    """Logits [N, V] with -inf where the rows' limits cut; NaN stays. Temperature 0 counts as 1."""
     limit = _weighed(logits, sampling)[2] if sampling.truncates else None
     return logits if limit is None else logits.masked_fill(logits < limit[:, None], -torch.inf)
 
@@ -123,22 +119,20 @@ def draw(
 def draw_rows(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Token ids [N] int64, drawn from each row [N, V] under its sampling parameters."""
     parts = [(part, sampling.at(part)) for part in chunks(*logits.shape)]
-    drawn = [draw(weights(logits[part], own), own.seeds, positions[part]) for part, own in parts]
+    drawn = [draw(weights(logits[part], chosen), chosen.seeds, positions[part]) for part, chosen in parts]
     return torch.cat(drawn) if drawn else positions[:0]
 
 
 def draft_probs(draft_logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> torch.Tensor:
-    """q [N, vocab_size] of draft logits [N, <= vocab_size].
-
-    0 where they are no distribution (NaN, +inf, -inf alone), and at temperature 0: only p decides.
-    """
+    """q [N, vocab_size] of draft logits [N, <= vocab_size]; 0 at temperature 0, where p alone decides, and where they
+    are no distribution."""
     q = probs(draft_logits, Sampling(sampling.temperature, sampling.seeds))
     decides = is_distribution(draft_logits) & (sampling.temperature != 0)
     return torch.nn.functional.pad(q.masked_fill_(~decides[:, None], 0), (0, vocab_size - q.shape[-1]))
 
 
 def is_distribution(draft_logits: torch.Tensor) -> torch.Tensor:
-    """[...] bool: rows of draft logits [..., V] that a token can be drawn from."""
+    """[...] bool: whether a token can be drawn from draft logits [..., V]: without NaN and +inf, not -inf alone."""
     return draft_logits.amax(dim=-1).isfinite()
 
 

@@ -1,4 +1,4 @@
-"""The scan in Triton, and how kernels read requests, logits and what a scan left."""
+"""The scan in Triton, and device functions that read requests, logits and the result of a scan."""
 
 from typing import NamedTuple
 
@@ -18,13 +18,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Scan(NamedTuple):
-    """What a scan leaves of the target's rows; where q is dense, after all of them of the drafts' that these verify."""
+    """The result of a scan, of the target's rows; with a dense q also of the drafts' rows, after these."""
 
-    # [num_rows, num_groups] float32: largest logit of the group; of a draft's with NaN or +inf, +inf
+    # [num_rows, num_groups] float32: largest logit of the group; +inf for a draft's group with NaN or +inf
     maximum: torch.Tensor
-    # same: sum of the group's weights, the largest one's being 1
+    # same: sum of the group's weights, of which the largest is 1
     total: torch.Tensor
-    # [num_reqs] int32, 0 of those that have rows: for the programs of the next launch to count themselves
+    # [num_reqs] int32, 0 for requests with rows: the programs of the next launch count themselves there
     arrivals: torch.Tensor
     num_groups: int
 
@@ -47,19 +47,19 @@ def load_logits(row_ptr, offsets, mask):
 
 @triton.jit
 def finite_maximum(maximum):
-    """What may be subtracted from logits that have this maximum: -inf less -inf is NaN."""
+    """The maximum, or 0 for -inf: -inf less -inf is NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def scale_of(temperature):
-    """What turns logits into bits; of a greedy row as at temperature 1."""
+    """Factor from logits to exponents of 2; temperature 0 counts as 1."""
     return LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
 
 
 @triton.jit
 def _request_of(cu_num_logits_ptr, row, num_reqs):
-    """The last request that begins at or before a row: the row is of that one, unless it is of none."""
+    """The last request that begins at or before a row: the row's request, if it has one."""
     low, high = 0, num_reqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -87,7 +87,7 @@ def _scan_kernel(
         row, is_draft = place % num_logits, place >= num_logits
     groups = tile * _TILE_GROUPS + tl.arange(0, _TILE_GROUPS)
     offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    # On their way while the request is looked for.
+    # These loads are under way during the search for the request.
     mask = (offsets < target.vocab_size) & (not is_draft)
     logits = load_logits(target.logits + row.to(tl.int64) * target.stride, offsets, mask)
     request = _request_of(layout.cu_num_logits, row, num_reqs)
@@ -110,7 +110,7 @@ def _scan_kernel(
 
 @triton.jit
 def load_scan(scanned, slot, scale, GROUPS: tl.constexpr):
-    """Of a row: the groups' maxima and weights [GROUPS], the weights relative to its maximum, which comes third."""
+    """A row's groups: their maxima and weights [GROUPS], relative to the row's maximum, which comes third."""
     groups = tl.arange(0, GROUPS)
     slots = slot.to(tl.int64) * scanned.num_groups + groups
     maxima = tl.load(scanned.maximum + slots, mask=groups < scanned.num_groups, other=float("-inf"))
@@ -120,7 +120,7 @@ def load_scan(scanned, slot, scale, GROUPS: tl.constexpr):
 
 
 def scan(target: Target, drafts: Drafts | None, layout: Layout, parameters: Parameters) -> Scan:
-    """Scans all rows that there are in one launch."""
+    """Scans all rows in one launch."""
     num_reqs, num_logits, device = len(layout.idx_mapping), len(target.logits), target.logits.device
     shape = num_logits * (1 if drafts is None else 2), triton.cdiv(target.vocab_size, GROUP_SIZE)
     maximum, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))

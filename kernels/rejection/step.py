@@ -1,6 +1,6 @@
-"""A runner's step as it stands: `rejection_sample` with a one-hot q, without a copy of what it would read.
+"""`rejection_sample` with a one-hot q on a runner's step: reads the step's arrays in place.
 
-On a GPU two launches, with drafts and without, in place of those that gather the drafts and count what was rejected.
+On a GPU this takes two launches, which also gather the drafts and count the rejected ones.
 """
 
 from typing import Any
@@ -19,16 +19,14 @@ def sample_step(
     implementation: str | None = None,
     operation: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, how many, and how many drafts were rejected; nothing of either where a request's prompt goes on.
-
-    A request that feeds a token of its prompt has no drafts yet: what stands in their place is rejected.
+    """Emitted tokens, their number, and the number of rejected drafts. A request whose prompt goes on has none of them;
+    one that feeds a token of its prompt has no drafts yet, and their placeholders are rejected.
 
     Args:
-        layout: `draft_token_ids` and `positions` [num_tokens] are those of all tokens that are fed, `logits_indices`
-            [num_logits] say where a row's stands, `seq_lens` [>= num_reqs] how long requests are with what is fed, and
-            `prefill_len` [num_states] how long their prompts.
+        layout: `draft_token_ids` and `positions` [num_tokens] of all fed tokens, `logits_indices` [num_logits] of the
+            rows among these, `seq_lens` [>= num_reqs] with the fed tokens, `prefill_len` [num_states] of the prompts.
         implementation: as of `rejection_sample`.
-        operation: verifies in its place, with its first seven arguments.
+        operation: replaces `rejection_sample`; takes its first seven arguments.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, num_sampled and num_rejected [num_reqs] int32.
@@ -50,8 +48,8 @@ def sample_step(
     prefill_len = layout.prefill_len[layout.idx_mapping.long()]
     num_rows, rows = starts.diff(), torch.arange(len(fed_at), device=fed_at.device)
     first = starts[:-1].repeat_interleave(num_rows)
-    holds_place = (rows > first) & (fed_at[first] < prefill_len.repeat_interleave(num_rows))
-    drafts = layout.draft_token_ids[layout.logits_indices].long().masked_fill(holds_place, -1)
+    is_placeholder = (rows > first) & (fed_at[first] < prefill_len.repeat_interleave(num_rows))
+    drafts = layout.draft_token_ids[layout.logits_indices].long().masked_fill(is_placeholder, -1)
     given = target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft
     sampled, num_sampled = operation(*given) if operation else rejection_sample(*given, None, name)
     goes_on = layout.seq_lens[: len(prefill_len)] < prefill_len

@@ -1,8 +1,8 @@
-"""Thresholds of top-k, top-p and min-p, in PyTorch.
+"""Thresholds of top-k, top-p and min-p in PyTorch.
 
-All three keep the tokens whose logit is at least some threshold, so together they are one number a row. In vLLM's
-order: min-p and top-k see the whole distribution, top-p what they left, renormalised. Ties with the last token kept
-are kept, so the result does not depend on the order of the vocabulary. N: rows, V: vocab_size.
+Each cuts the tokens below a threshold of the logit, so together they are one threshold a row. As in vLLM min-p and
+top-k see the whole distribution, and top-p the rest, renormalised. Tokens at the threshold stay, so the result does not
+depend on the order of the vocabulary. N: rows, V: vocab_size.
 """
 
 import torch
@@ -12,15 +12,13 @@ _PREFIX = 128
 
 def thresholds(
     logits: torch.Tensor,  # [N, V] floating, no NaN
-    scale: torch.Tensor,  # [N] same dtype: the weight of a token is exp2((logit - row maximum) * scale)
-    weights: torch.Tensor,  # [N, V] same dtype: of the tokens
-    top_k: torch.Tensor | None,  # [N] integer; below 1, or V and more, keeps all
-    top_p: torch.Tensor | None,  # [N] floating in (0, 1]; 1 keeps all
-    min_p: torch.Tensor | None,  # [N] floating in [0, 1]; 0 keeps all
+    scale: torch.Tensor,  # [N] same dtype
+    weights: torch.Tensor,  # [N, V] same dtype: exp2((logit - row maximum) * scale)
+    top_k: torch.Tensor | None,  # [N] integer; no limit below 1 and from V on
+    top_p: torch.Tensor | None,  # [N] floating in (0, 1]; 1 is no limit
+    min_p: torch.Tensor | None,  # [N] floating in [0, 1]; 0 is no limit
 ) -> torch.Tensor:
-    """Smallest logit kept [N], -inf where all are.
-
-    A row's largest logits decide where they are more than it keeps; else more of them are looked at.
+    """Thresholds [N], -inf without a limit: from a row's largest logits, or from more where these do not decide.
 
     >>> logits = torch.tensor([[3.0, 1.0, 2.0, 1.0]])
     >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3), torch.tensor([2]), None, None)
@@ -55,7 +53,7 @@ def _from_prefix(
     top_p: torch.Tensor,
     limit: torch.Tensor,  # of min-p
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The threshold if the largest logits decide [N], and whether they do [N]; else that of min-p."""
+    """The thresholds [N], and whether the largest logits decide them [N]; else those of min-p."""
     size = prefix.shape[-1]
     maximum = prefix[:, 0]
     kth = prefix.gather(1, (top_k.clamp(max=size) - 1)[:, None])[:, 0]
@@ -64,11 +62,11 @@ def _from_prefix(
     weights = torch.exp2((prefix - maximum[:, None]) * scale[:, None]).masked_fill_(~inside, 0).double()
     whole = (both > -torch.inf) | (size == vocab_size)
     above = weights.cumsum(-1) - weights
-    # The most probable token always stays: nothing is above it.
-    kept = inside & (above < (top_p * torch.where(whole, weights.sum(-1), total))[:, None])
-    nucleus = torch.where(kept | (prefix == maximum[:, None]), prefix, torch.inf).amin(-1)
+    # The most probable token stays: nothing is above it.
+    stays = inside & (above < (top_p * torch.where(whole, weights.sum(-1), total))[:, None])
+    nucleus = torch.where(stays | (prefix == maximum[:, None]), prefix, torch.inf).amin(-1)
     result = torch.where(top_p < 1, nucleus, both)
-    # Beyond the prefix there may be more of what top-p sums up or keeps, unless its last logit is out already.
+    # Top-p may sum up or leave tokens beyond the prefix, unless the last logit of the prefix is cut.
     last = prefix[:, -1]
     decided = (top_p == 1) | (maximum == -torch.inf) | ((both == -torch.inf) | (last < both)) & (last < result)
     decided |= size == vocab_size

@@ -1,10 +1,10 @@
-"""Top-k, top-p and min-p in Triton, without a sort of the vocabulary: the smallest logit that a row keeps.
+"""Thresholds of top-k, top-p and min-p in Triton, without a sort of the vocabulary.
 
-The maxima and weights of a row's groups bound its threshold from below: k groups with a maximum of t or more have k
-tokens that top-k may keep, what maxima above t weigh is above t, and if all tokens were as likely as t and weighed less
-than what top-p leaves out, then t is out. So few groups are left to look at, whatever the vocabulary; in them a search
-in the floats' own order finds the threshold, two bounds a read, in about 5 reads for bfloat16. (A histogram of weights
-needs atomics.) A flat row keeps many groups, maybe all, and costs these reads, but is as exact.
+The maxima and weights of a row's groups bound its threshold from below: k groups with a maximum of t or more hold k
+tokens for top-k; the tokens at maxima above t weigh as much as top-p asks for; or t is so small that all tokens at t
+would weigh less than top-p may cut. Few groups remain, whatever the vocabulary. In these a search in the order of
+floats finds the threshold, two bounds a read, in about 5 reads for bfloat16. (A histogram of weights needs atomics.) In
+a flat row many groups remain, which costs these reads; the result is as exact.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 
 from .scan_fused import GROUP, LARGEST, load_scan
 
-_CHUNK_BYTES = tl.constexpr(32)  # groups that are read at a time, by the size of a logit
-_VECTOR = tl.constexpr(8)  # tokens that a lane loads at once: 16 bytes of bfloat16
+_CHUNK_BYTES = tl.constexpr(32)  # groups read at a time, times the bytes of a logit
+_VECTOR = tl.constexpr(8)  # tokens that a lane loads at once
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _from_key(key):
 def _sums(row, a, b, COUNTS: tl.constexpr):
     """Weights, or numbers if COUNTS, of the candidates' tokens not below each of two bounds, in one read."""
     row_ptr, vocab_size, groups_ptr, num_candidates, maximum, scale = row
-    # A lane's tokens are summed up as they come, the lanes at the end: warps wait for nothing but memory.
+    # Lanes are summed up at the end, so warps wait for memory alone.
     LANES: tl.constexpr = GROUP // _VECTOR
     CHUNK: tl.constexpr = _CHUNK_BYTES * 8 // row_ptr.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, CHUNK * LANES)
@@ -56,11 +56,10 @@ def _sums(row, a, b, COUNTS: tl.constexpr):
 
 @triton.jit
 def _search(row, target, floor, limit, total, COUNTS: tl.constexpr):
-    """Largest float between `floor` and the maximum from which on there is `target` or more, and how much there is.
-
-    At least `limit`; that and `total`, if even from `floor` on there is less. A read leaves a third of the floats.
+    """The largest float between `floor` and the maximum above which the sum reaches `target`, and that sum; at least
+    `limit`, and `limit` and `total` where the sum is smaller even from `floor` on. A read leaves a third of the floats.
     """
-    # Floats that differ in bits that the logits' type never uses make a bucket, of which one is a logit.
+    # Floats that differ only in bits that the logits' type lacks are one bucket.
     dtype: tl.constexpr = row[0].dtype.element_ty
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
     start, high = _to_key(tl.maximum(floor, -LARGEST)) >> SHIFT, _to_key(row[4]) >> SHIFT
@@ -79,20 +78,20 @@ def _search(row, target, floor, limit, total, COUNTS: tl.constexpr):
 
 @triton.jit
 def _nucleus_floor(total, maximum, scale, top_p, vocab_size):
-    """A bound of top-p's threshold: if all tokens were this likely, they would weigh what top-p may leave out."""
-    # Leaves room for roundings, of sums and of logits.
+    """A lower bound of top-p's threshold: the logit at which all tokens together weigh what top-p may cut."""
+    # Leaves room for the rounding of sums and logits.
     depth = tl.minimum(tl.log2(tl.maximum(1.0 - 1.001 * top_p, 0.0) * total / vocab_size) / scale, 0.0)
     return maximum + depth - 1e-6 * (tl.abs(maximum) - depth)
 
 
 @triton.jit
 def _lower_bound(maxima, total, maximum, scale, top_k, top_p, GROUPS: tl.constexpr):
-    """A bound of top-k's and top-p's thresholds from the groups' maxima [GROUPS]; top_p >= 1: of top-k's alone."""
+    """A lower bound of the thresholds of top-k and, below 1, top-p from the groups' maxima [GROUPS]."""
     ranks = tl.arange(0, GROUPS)
     ordered = tl.sort(maxima, descending=True)
     kth = tl.max(tl.where(ranks == top_k - 1, ordered, float("-inf")), axis=0)
     weights = tl.exp2((ordered - maximum) * scale)
-    # The exact test sums in another order: leave room for roundings.
+    # The exact test sums in another order: leaves room for rounding.
     surely_out = tl.cumsum(weights, axis=0) - weights >= top_p * total * 1.001
     lowest = tl.min(tl.where(surely_out, float("inf"), ordered), axis=0)
     # If no maximum is surely out, tokens below all maxima may be in.
@@ -108,14 +107,14 @@ def load_kept(
     # room for num_groups int32 a slot
     groups_ptr,
     parameters,
-    # which of the three limits: 1 for top-k, 2 for top-p, 4 for min-p
+    # see parameters_of
     given,
     state,
     scale,
     vocab_size,
     GROUPS: tl.constexpr,
 ):
-    """load_scan of a row, the weight that it keeps (1 for a row of -inf alone), and the smallest logit kept."""
+    """load_scan of a row, the weight of the tokens that are not cut (1 for a row of -inf alone), and the threshold."""
     maxima, totals, maximum = load_scan(scanned, slot, scale, GROUPS)
     limit, total = float("-inf"), tl.sum(totals, axis=0)
     top_k = tl.load(parameters.top_k + state, mask=(given & 1) != 0, other=vocab_size)
@@ -124,7 +123,7 @@ def load_kept(
     min_p = tl.load(parameters.min_p + state, mask=(given & 4) != 0, other=0.0)
     if ((top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)) & (total > 0.0):
         limit = tl.where(min_p > 0.0, maximum + tl.log2(min_p) / scale, float("-inf"))
-        # What top-p keeps is a share of all that the others keep: those candidates must not be cut by it.
+        # Top-p is a share of the weight that the others leave, so it must not bound that.
         has_others = (top_k < vocab_size) | (min_p > 0.0)
         bound = _lower_bound(maxima, total, maximum, scale, top_k, tl.where(has_others, 1.0, top_p), GROUPS)
         floor = tl.maximum(limit, bound)

@@ -1,8 +1,8 @@
-"""Trees of drafts: what each token sees, which path the target takes, and where that path's keys and values go.
+"""Trees of drafts: the attention of their tokens, the path that the target takes, and the move of its keys and values.
 
-A tree has nodes in topological order, node 0 is the request's newest token, and a node's place in the KV cache is by
-its index, its position by its depth. A prefix of a tree is a tree. `walk` needs no acceptance rule: with a one-hot q
-the noise alone says which token follows a node, so the child that is this token is followed, whatever was drafted.
+Nodes are in topological order, and node 0 is the request's newest token. A node's index gives its place in the KV
+cache, its depth its position. A prefix of a tree is a tree. `walk` needs no acceptance rule: with a one-hot q the noise
+alone decides the token after a node, so it follows the child that is this token, whatever was drafted.
 Cai et al. 2024 ("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees; the coupled noise is rejection/drafts.py's.
 R: requests, S: slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
 """
@@ -26,14 +26,14 @@ class Cache(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A ragged batch: request r has the tokens starts[r] to starts[r + 1], the last of all that are in the cache.
+    """A ragged batch: request r has the tokens starts[r] to starts[r + 1], the last ones of it in the cache.
 
     Args:
         query: [num_tokens, num_heads, head_size]
         starts: [R + 1] int32
-        seq_lens: [R] int32, with these tokens
+        seq_lens: [R] int32, these tokens included
         block_table: [R, max_num_blocks] int32
-        max_query_len: most tokens of a request.
+        max_query_len: of all requests.
     """
 
     query: Any
@@ -44,8 +44,8 @@ class Query(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Among the MAX_WIDTH places from `first` on, bit i of a token says whether it sees place first + i; it sees all
-    before them, and nothing that stands after itself. All bits set: causal.
+    """Bit i of a token says whether it sees place first + i, of MAX_WIDTH places. It sees all places before these, and
+    none after itself. All bits set: causal.
 
     Args:
         bits: [>= num_tokens] int64
@@ -57,21 +57,21 @@ class Mask(NamedTuple):
 
 
 def attend(out: Any, query: Query, cache: Cache, mask: Mask, scale: float, implementation: str | None = None) -> None:
-    """Writes what each token's heads see, [num_tokens, num_heads, head_size]."""
+    """Writes the attention's output, [num_tokens, num_heads, head_size]."""
     module_of(__name__, query.query, implementation).attend(out, query, cache, mask, scale)
 
 
 def walk(
     parents: Any,  # [R, W] int64, of each request's tree
-    tokens: Any,  # [R, W] int64, that stand at the nodes; -1: no node
+    tokens: Any,  # [R, W] int64, of the nodes; -1: no node
     drawn: Any,  # [R, W] int64, the target's token after each node
     implementation: str | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Follows drawn tokens from the root, as long as a child is the one.
+    """Follows the drawn tokens from the root, as long as a child has the drawn token.
 
     Returns:
-        emitted [R, W] int64, padded with -1, their number [R] int32, and the nodes that they were drawn at [R, W]
-        int64, after these 0.
+        emitted tokens [R, W] int64, padded with -1, their number [R] int32, and the nodes at which they were drawn
+        [R, W] int64, padded with 0.
 
     >>> import torch
     >>> walk(torch.tensor([[0, 0, 0, 2]]), torch.tensor([[9, 4, 5, 6]]), torch.tensor([[5, 1, 6, 8]]))
@@ -82,7 +82,7 @@ def walk(
 
 def compact(
     caches: Any,  # [num_layers, num_blocks, num_kv_heads, block_size, content], one tensor each
-    pointers: Any,  # [num_layers] uint64, to these
+    pointers: Any,  # [num_layers] uint64, addresses of the caches
     block_table: Any,  # [R, max_num_blocks] int32
     root: Any,  # [R] int64, the root's place
     path: Any,  # [R, W] int64: nodes, in ascending order

@@ -1,5 +1,5 @@
-"""Trees in Triton. Attention takes a program for each request, tile of its tokens and KV head; a path is followed by
-one program a request, and moved by one for each layer, request and head."""
+"""Trees in Triton. Attention has a program for each request, tile of its tokens and KV head, `walk` one a request,
+and `compact` one for each layer, request and head."""
 
 import torch
 import triton
@@ -8,8 +8,8 @@ import triton.language as tl
 from . import MAX_WIDTH, Cache, Mask, Query
 
 _TILE = 32  # keys that a program reads at once
-_ROWS = 16  # of a tile: the fewest that tensor cores take
-_WORDS = {2: tl.int16, 4: tl.int32}  # what is moved, by bytes of an element
+_ROWS = 16  # minimum of tensor cores
+_WORDS = {2: tl.int16, 4: tl.int32}  # type of a moved element, by its bytes
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _attend_kernel(
     q = tl.load(query_ptr + offsets, mask=inside, other=0.0)
     bits = tl.load(bits_ptr + token, mask=is_row, other=0)
     largest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    found = tl.zeros((ROWS, DIMS), tl.float32)
+    output = tl.zeros((ROWS, DIMS), tl.float32)
     end = before + tl.minimum(num_tokens, first_row + ROWS // QUERIES_PER_KV)
     for tile in range(0, end, TILE):
         place = tile + tl.arange(0, TILE)
@@ -68,15 +68,14 @@ def _attend_kernel(
         scores = tl.where(sees, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
         newest = tl.maximum(largest, tl.max(scores, axis=1))
         shift = tl.where(newest > float("-inf"), newest, 0.0)
-        weights, kept = tl.exp(scores - shift[:, None]), tl.exp(largest - shift)
-        total = total * kept + tl.sum(weights, axis=1)
-        found, largest = found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee"), newest
+        weights, factor = tl.exp(scores - shift[:, None]), tl.exp(largest - shift)
+        total = total * factor + tl.sum(weights, axis=1)
+        output, largest = output * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee"), newest
     offsets = token[:, None] * out_strides[0] + head[:, None] * out_strides[1] + dims[None, :]
-    tl.store(out_ptr + offsets, found / tl.where(total > 0, total, 1.0)[:, None], mask=inside)
+    tl.store(out_ptr + offsets, output / tl.where(total > 0, total, 1.0)[:, None], mask=inside)
 
 
 def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: float) -> None:
-    """See the front door."""
     num_heads, head_size = query.query.shape[1:]
     block_size, num_kv_heads = cache.key.shape[1:3]
     per_kv = num_heads // num_kv_heads
@@ -103,7 +102,6 @@ def _walk_kernel(
     W: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One request's path."""
     request = tl.program_id(0)
     nodes = tl.arange(0, LANES)
     row = request * W + nodes
@@ -128,7 +126,6 @@ def _walk_kernel(
 def walk(
     parents: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See the front door."""
     num_rows, width = parents.shape
     emitted, path = torch.empty_like(parents), torch.empty_like(parents)
     num_emitted = torch.empty(num_rows, dtype=torch.int32, device=parents.device)
@@ -156,7 +153,7 @@ def _compact_kernel(
     LANES: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """In the order of the path, so that no node is overwritten before it is moved: none stands before its target."""
+    """Moves in the order of the path: no node stands before its target, so none is overwritten before it is moved."""
     layer, request, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     cache = tl.load(pointers_ptr + layer).to(tl.pointer_type(WORD))
     lanes = tl.arange(0, LANES)
@@ -183,7 +180,6 @@ def compact(
     path: torch.Tensor,
     num_nodes: torch.Tensor,
 ) -> None:
-    """See the front door."""
     _, num_heads, block_size, content = caches[0].shape
     _compact_kernel[(len(caches), len(root), num_heads)](
         pointers, block_table, root, path.contiguous(), num_nodes, block_table.stride(0), *caches[0].stride()[:3],

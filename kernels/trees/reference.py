@@ -1,4 +1,4 @@
-"""Trees in PyTorch, on any device; attention a request at a time, dense."""
+"""Trees in PyTorch, on any device, with dense attention for one request at a time."""
 
 import torch
 
@@ -6,21 +6,20 @@ from . import MAX_WIDTH, Cache, Mask, Query
 
 
 def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths [N, W] and masks of ancestors [N, W], a node's own bit included, of parents [N, W] int64; 0 is the root's.
+    """Depths [N, W] and masks of ancestors [N, W], with the node itself, of parents [N, W] int64.
 
     >>> ancestors(torch.tensor([[0, 0, 0, 1]]))
     (tensor([[0, 1, 1, 2]]), tensor([[ 1,  3,  5, 11]]))
     """
     nodes = torch.arange(parents.shape[1], device=parents.device)
     depths, bits = (nodes > 0).long().expand_as(parents), (torch.ones_like(nodes) << nodes).expand_as(parents)
-    for _ in range((parents.shape[1] - 1).bit_length()):  # each time over twice as many generations
+    for _ in range((parents.shape[1] - 1).bit_length()):  # twice as many generations each time
         depths, bits = depths + depths.gather(1, parents), bits | bits.gather(1, parents)
         parents = parents.gather(1, parents)
     return depths, bits
 
 
 def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: float) -> None:
-    """See the front door."""
     block_size, num_kv_heads = cache.key.shape[1:3]
     for request, (start, end) in enumerate(zip(query.starts[:-1].tolist(), query.starts[1:].tolist(), strict=True)):
         length, first = int(query.seq_lens[request]), int(mask.first[request])
@@ -30,10 +29,10 @@ def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: flo
         blocks, offsets = query.block_table[request].long()[places // block_size], places % block_size
         per_kv = query.query.shape[1] // num_kv_heads
         key, value = (part[blocks, offsets].repeat_interleave(per_kv, dim=1).float() for part in cache)
-        own = torch.arange(length - (end - start), length, device=out.device)
+        at = torch.arange(length - (end - start), length, device=out.device)
         is_node = (places >= first) & (places < first + MAX_WIDTH)
         bit = mask.bits[start:end, None] >> (places - first).clamp(0, MAX_WIDTH - 1) & 1
-        sees = (places <= own[:, None]) & ((bit == 1) | ~is_node)
+        sees = (places <= at[:, None]) & ((bit == 1) | ~is_node)
         scores = torch.einsum("qhd,khd->hqk", query.query[start:end].float(), key) * scale
         probs = scores.masked_fill(~sees, -torch.inf).softmax(dim=-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", probs, value).to(out.dtype)
@@ -42,7 +41,6 @@ def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: flo
 def walk(
     parents: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See the front door."""
     num_rows, width = parents.shape
     emitted, path = torch.full_like(drawn, -1), torch.zeros_like(parents)
     node, goes_on = torch.zeros_like(parents[:, 0]), torch.ones_like(parents[:, 0], dtype=torch.bool)
@@ -67,7 +65,6 @@ def compact(
     path: torch.Tensor,
     num_nodes: torch.Tensor,
 ) -> None:
-    """See the front door."""
     size = caches[0].shape[2]
     steps = torch.arange(path.shape[1], device=path.device)
     moves = ((steps < num_nodes[:, None]) & (path != steps)).nonzero(as_tuple=True)

@@ -70,21 +70,21 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int]]]] = {
         ("limit", "tl.where(logits >= limit,", "tl.where(logits == logits,", _CUT),
     ],
     "rejection/adjust/fused.py": [
-        ("presence", "logits -= presence * is_said", "logits -= 0.0", _EDITS),
-        ("frequency", "frequency * counts", "frequency * is_said", _EDITS),
-        ("a prompt", "is_said | (prompt != 0)", "is_said", _EDITS),
+        ("presence", "logits -= presence * is_emitted", "logits -= 0.0", _EDITS),
+        ("frequency", "frequency * counts", "frequency * is_emitted", _EDITS),
+        ("a prompt", "is_emitted | (prompt != 0)", "is_emitted", _EDITS),
         ("drafts", "draft in range(num_drafts)", "draft in range(0)", _EDITS),
         ("a tile", "(tile + 1) * TILE, v", "(tile + 1) * TILE - 1, v", _EDITS),
         ("allowed", "num_allowed > 0, float", "num_allowed < 0, float", _EDITS),
         ("bias", "bias[2] + state * bias[4]", "bias[2]", _EDITS),
         ("minimum", "position < tl.load(min_tokens[2]", "position <= tl.load(min_tokens[2]", _EDITS),
         ("long lists", "range(0, num_tokens, BLOCK)", "range(0, tl.minimum(num_tokens, BLOCK), BLOCK)", _EDITS),
-        ("words", "expected == said", "expected != said", _EDITS),
+        ("words", "expected == token", "expected != token", _EDITS),
         ("words in prompts", "place >= prompt_length", "place >= 0", _EDITS),
         ("words in drafts", "drafts_ptr + 1 - back", "drafts_ptr", _EDITS),
     ],
     "history_match/fused.py": [
-        ("place", "tl.where(found > 0, place, 0)", "tl.where(found > 0, place - 1, 0)", ("lookup", 2100))
+        ("place", "tl.where(largest > 0, place, 0)", "tl.where(largest > 0, place - 1, 0)", ("lookup", 2100))
     ],
     "acceptance/fused.py": [
         ("nothing learned", "old_tried * _DECAY + tried", "old_tried", ("acceptance", 2100)),

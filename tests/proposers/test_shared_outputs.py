@@ -179,7 +179,7 @@ def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Kills: a stream that is not cut; one that is cut to nothing; a thread that fetches without end.
     """
-    monkeypatch.setattr(shared, "MOST_WAITING", 50)
+    monkeypatch.setattr(shared, "MAX_WAITING", 50)
     reader = SharedTexts(server.connection_url, b"mark", 1000, 100_000, 100)
     assert reader.fill() == []
     writer = SharedTexts(server.connection_url, b"mark", 1000, 100_000, 100)
@@ -192,7 +192,7 @@ def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     held = connection.memory_usage("specplugins:" + b"mark".hex(), samples=0)
     print(f"{held} bytes for {PLACE_BYTES * 100_000}")
     assert 0.5 * PLACE_BYTES * 100_000 < held <= 1.1 * PLACE_BYTES * 100_000
-    assert len(reader._waiting) < 50 + shared.MOST_FETCHED
+    assert len(reader._waiting) < 50 + shared.MAX_FETCHED
     writer._keep_s = 1
     time.sleep(1.1)
     writer.add(StoredText(False, b"", TEXT))

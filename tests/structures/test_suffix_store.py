@@ -14,9 +14,9 @@ from vllm_specplugins.structures.suffix import drafts as suffix_drafts
 from vllm_specplugins.structures.suffix import ring
 from vllm_specplugins.structures.suffix import store as suffix_store
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
-from vllm_specplugins.structures.suffix.drafts import LONGEST_MATCH, MOST_PLACES, draft_step
+from vllm_specplugins.structures.suffix.drafts import LONGEST_MATCH, MAX_PLACES, draft_step
 from vllm_specplugins.structures.suffix.ring import HEAD, LEVELS, MULTIPLIER, Ring
-from vllm_specplugins.structures.suffix.store import LEAST_PLACES, MOST_STAYING, SuffixStore
+from vllm_specplugins.structures.suffix.store import MAX_STAYING, MIN_PLACES, SuffixStore
 
 NUM_OPERATIONS = 100_000 if os.environ.get("SPECPLUGINS_FUZZ") else 6_000
 K = 6
@@ -55,7 +55,7 @@ def oracle(texts, ending, levels=LEVELS, copies=()):
     places = [(t, i) for t, end in texts for i in range(end - 1, -1, -1) if t[i] == ending[-1]]
     lengths = [next((n for n in range(reach) if i < n or t[i - n] != ending[-1 - n]), reach) for t, i in places]
     level = max((n for n in levels if n <= max(lengths, default=0)), default=0)
-    found = [place for place in zip(lengths, places, strict=True) if place[0] >= level][:MOST_PLACES]
+    found = [place for place in zip(lengths, places, strict=True) if place[0] >= level][:MAX_PLACES]
     longest = max((length for length, _ in found), default=0)
     going_on, draft = [place for length, place in found if length == longest], []
     while len(draft) < K:
@@ -199,7 +199,7 @@ def test_tenants_share_the_room():
 
 
 class Room:
-    """Whose text makes room for whose, by hand; each text has LEAST_PLACES."""
+    """Whose text makes room for whose, by hand; each text has MIN_PLACES."""
 
     def __init__(self, size):
         self.size, self.texts, self.back, self.used, self.credit = size, [], {}, set(), 0
@@ -207,7 +207,7 @@ class Room:
     def has_too_much(self, tenant):
         held = [name for name, _ in self.texts]
         sharing = {name for name in held if name in self.back} if tenant in self.back else set(held)
-        return 2 * held.count(tenant) * len(sharing) * LEAST_PLACES > self.size
+        return 2 * held.count(tenant) * len(sharing) * MIN_PLACES > self.size
 
     def stays(self, text, entering):
         tenant = text[0]
@@ -216,19 +216,19 @@ class Room:
         if tenant == entering or self.has_too_much(tenant):
             return False
         num_strangers = sum(name not in self.back for name, _ in self.texts)
-        return tenant in self.back or 16 * num_strangers * LEAST_PLACES < self.size or self.has_too_much(entering)
+        return tenant in self.back or 16 * num_strangers * MIN_PLACES < self.size or self.has_too_much(entering)
 
     def enter(self, tenant, number):
-        while (len(self.texts) + 1) * LEAST_PLACES > self.size:
-            stays = self.credit >= LEAST_PLACES and self.stays(self.texts[0], tenant)
+        while (len(self.texts) + 1) * MIN_PLACES > self.size:
+            stays = self.credit >= MIN_PLACES and self.stays(self.texts[0], tenant)
             text = self.texts.pop(0)
             self.used.discard(text)
             if stays:
                 self.texts.append(text)
-                self.credit -= LEAST_PLACES
+                self.credit -= MIN_PLACES
             self.back = {name: None for name in self.back if name in dict(self.texts)}
         self.texts.append((tenant, number))
-        self.credit = min(self.credit + MOST_STAYING * LEAST_PLACES, self.size // 4)
+        self.credit = min(self.credit + MAX_STAYING * MIN_PLACES, self.size // 4)
 
 
 @pytest.mark.parametrize("num_tenants", [1, 5, 60])
@@ -319,7 +319,7 @@ def test_others_texts_cost_nothing(monkeypatch):
     monkeypatch.setattr(suffix_drafts, "match", ring.match.py_func)
     monkeypatch.setattr(suffix_drafts, "look_up", ring.look_up.py_func)
     monkeypatch.setattr(ring, "match", ring.match.py_func)
-    random_ids, places, found = np.random.default_rng(0), np.empty(MOST_PLACES, np.int64), np.empty((3, 4), np.int64)
+    random_ids, places, found = np.random.default_rng(0), np.empty(MAX_PLACES, np.int64), np.empty((3, 4), np.int64)
     texts = [random_ids.integers(0, 1000, 48).astype(np.int32) for _ in range(12)]
     mine, strange, ending = texts[:6], texts[6:], random_ids.integers(0, 1000, LONGEST_MATCH).astype(np.int32)
     known = [np.concatenate([ending, one]) for one in strange]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
-from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, OWN, REFERENCE, history_match
+from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, REFERENCE, TEXT, history_match
 from vllm_specplugins.structures.arrays import SlotTable, places_of, with_room
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, begun, of_stage
 
@@ -75,7 +75,7 @@ class PromptLookup(Lookup):
         rows = self._rows.of(batch.request_ids)
         if rows is not self._newest_rows:  # not the requests of the last step
             self._newest_rows, self._known = rows, with_room(self._known, self._rows.num_rows)
-            for index in np.flatnonzero(self._known[rows, OWN] == 0).tolist():
+            for index in np.flatnonzero(self._known[rows, TEXT] == 0).tolist():
                 self._begin(rows.item(index), batch.options[index])
         return rows
 

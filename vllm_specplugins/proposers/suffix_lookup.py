@@ -23,7 +23,7 @@ from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
 from vllm_specplugins.structures.arrays import places_of, with_room
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, begun, of_stage
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
-from vllm_specplugins.structures.suffix.drafts import OWN, STORE, draft_step
+from vllm_specplugins.structures.suffix.drafts import STORE, TEXT, draft_step
 from vllm_specplugins.structures.suffix.shared import SharedTexts
 from vllm_specplugins.structures.suffix.store import SuffixStore
 from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint
@@ -62,7 +62,7 @@ class SuffixLookup(Lookup):
         self.store = SuffixStore(config.store_bytes, self._save)
         self._max_output_bytes, self._output_bytes = config.store_bytes // OUTPUT_SHARE, 0
         self._requests: dict[str, _Request] = {}
-        self._newest = np.zeros((1, 2, context.max_num_draft + 1), np.int32)  # drafts, by row: see Kept
+        self._newest = np.zeros((1, 2, context.max_num_draft + 1), np.int32)  # drafts, by row: see State
         self._accept_probs = first_accept_probs()
         self._work = STORE_WORK
         self._lock = RLock()  # for reads and changes of the store
@@ -119,7 +119,7 @@ class SuffixLookup(Lookup):
                 asked.extend((num_new, self.store.number(request.tenant)))
             requests = np.frombuffer(asked, np.int64) if asked else NO_COUNTS
             references = self._texts.references_of(rows)
-            first = OWN if self.searches_requests else STORE
+            first = TEXT if self.searches_requests else STORE
             step = texts, lengths, *begun(prefix), max_tokens, rows, references, requests, first, self._min_confidence
             draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
             if has_new:

@@ -1,10 +1,9 @@
 """Edits of logits before verification, exact at every position: allowed tokens, biases, minimum lengths, penalties, bad
 words.
 
-Front door: `adjust` gives float32 logits for `rejection_sample`; `Edits` says what is edited, in the arrays by request
-state that Model Runner V2 of vLLM keeps on the device, so that a step converts nothing. The parameters are rare: they
-cost one launch, which batches without them do not make. Order as in vLLM: bias, repetition, frequency and presence
-penalty; a token that anything forbids has -inf. num_logits, num_states: as in the parent package.
+`adjust` returns float32 logits for `rejection_sample`. `Edits` has the arrays by request state that vLLM's Model Runner
+V2 holds on the device, so a step converts nothing. Edits are rare, and cost one launch. The order is vLLM's: bias, then
+repetition, frequency and presence penalties; a forbidden token has -inf. num_logits, num_states: as in rejection/.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ from .. import Layout
 
 
 class Allowed(NamedTuple):
-    """All other tokens are forbidden, where any are listed."""
+    """All other tokens are forbidden, where a list is not empty."""
 
-    # [num_states] int32: how many of the entries count
+    # [num_states] int32: lengths of the lists
     num_tokens: Any
     # [num_states, max_num_tokens] int32
     token_ids: Any
@@ -33,7 +32,7 @@ class Bias(NamedTuple):
 
 
 class MinTokens(NamedTuple):
-    """Tokens that may not stand before a position."""
+    """Tokens that are forbidden before a position."""
 
     # As of Allowed
     num_tokens: Any
@@ -49,10 +48,10 @@ class Penalties(NamedTuple):
     repetition: Any
     frequency: Any
     presence: Any
-    # [num_states, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32: tokens of the prompt, which count for the
-    # repetition penalty
+    # [num_states, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32: tokens of the prompt, for the repetition
+    # penalty
     prompt_mask: Any
-    # [num_states, vocab_size] int32: how often a token was emitted; drafts of this step not included
+    # [num_states, vocab_size] int32: emitted tokens, without drafts of this step
     output_counts: Any
 
 
@@ -61,18 +60,18 @@ class BadWords(NamedTuple):
 
     # [num_states] int32
     num_words: Any
-    # [num_states, max_num_words + 1] int32: word w has the token ids from offsets[w] to offsets[w + 1], one at least
+    # [num_states, max_num_words + 1] int32: word w has the token ids offsets[w] to offsets[w + 1], at least one
     offsets: Any
     # [num_states, max_num_tokens] int32
     token_ids: Any
-    # [num_states, max_length] int32: prompt and output; drafts of this step not included
+    # [num_states, max_length] int32: prompt and output, without drafts of this step
     history: Any
     # [num_states] int32: words are matched after the prompt only
     prompt_lengths: Any
 
 
 class Edits(NamedTuple):
-    """What is edited; None, or an empty list of a state: nothing."""
+    """None, and an empty list of a state, edit nothing."""
 
     allowed: Allowed | None = None
     bias: Bias | None = None
@@ -98,7 +97,7 @@ def adjust(
     """Edited logits float32 of the shape of `logits`; a row counts the drafts before it as emitted.
 
     Args:
-        only_last: there are logits of the requests' last rows alone, as while a draft is made.
+        only_last: `logits` has the last row of each request alone, as during drafting.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     Raises:

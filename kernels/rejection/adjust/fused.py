@@ -1,9 +1,8 @@
 """Edits of logits in one launch, which reads the logits once.
 
-A program has a tile of a row. What the row's lists say is first collected where the result will stand: 0, what is
-added, or -inf. Lists are short beside the vocabulary, so each program reads them whole and keeps what falls in its
-tile; barriers keep one list from overtaking another. Rows of states that ask for nothing are copied. Nothing waits for
-the host, so a CUDA graph can record it.
+A program has a tile of a row. It first collects the row's lists in the memory of the result: 0, a bias, or -inf. Lists
+are short beside the vocabulary, so each program reads them whole and stores the entries of its tile, with a barrier
+between two lists. Rows without edits are copied. Nothing waits for the host, so a CUDA graph can record it.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ _BLOCK_SIZE = 256
 
 @triton.jit
 def _length(entries, state):
-    """How many entries a state's list has; the lengths are the first of a tuple."""
+    """The length of a state's list."""
     if entries is None:
         return 0
     else:
@@ -54,7 +53,7 @@ def _add(result_ptr, token_ids_ptr, values_ptr, num_tokens, first, last, BLOCK: 
 def _put_after(
     result_ptr, bad_words, num_words, state, drafts_ptr, step, position, first, last, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Stores -inf at the last tokens of words whose others were emitted; `drafts_ptr` is at the row's own draft."""
+    """Stores -inf at the last tokens of words if the others were emitted; `drafts_ptr` is at the row's fed token."""
     _, offsets_ptr, token_ids_ptr, history_ptr, prompt_lengths_ptr, offsets_stride, tokens_stride, stride = bad_words
     offsets_ptr += state * offsets_stride
     token_ids_ptr += state * tokens_stride
@@ -66,15 +65,15 @@ def _put_after(
         tokens = tl.load(token_ids_ptr + ends - 1, mask=ends > begins, other=-1)
         matches = (tokens >= first) & (tokens < last)
         for back in range(1, tl.max(tl.where(matches, ends - begins, 0))):
-            # A row's own draft is the last token emitted, unless the row is its request's first.
+            # The last emitted token is the one fed at the row, unless the row is its request's first.
             place = position - back
             emitted = (back > step) & (place >= prompt_length)
-            said = tl.load(history_ptr + state * stride + place, mask=emitted, other=-1)
+            token = tl.load(history_ptr + state * stride + place, mask=emitted, other=-1)
             if back <= step:
-                said = tl.load(drafts_ptr + 1 - back).to(tl.int32)
+                token = tl.load(drafts_ptr + 1 - back).to(tl.int32)
             entries = ends - 1 - back
             expected = tl.load(token_ids_ptr + entries, mask=matches & (entries >= begins), other=-1)
-            matches &= (entries < begins) | (expected == said)
+            matches &= (entries < begins) | (expected == token)
         tl.store(result_ptr + tokens, float("-inf"), mask=matches)
 
 
@@ -87,7 +86,7 @@ def _bits(words_ptr, words, num_words):
 
 @triton.jit
 def _penalized(logits, penalties, state, drafts_ptr, num_drafts, offsets, words, num_words, inside):
-    """Logits of a tile, less what its tokens cost that were emitted; `drafts_ptr` is at the request's first draft."""
+    """Logits of a tile with penalties of the emitted tokens; `drafts_ptr` is at the request's first draft."""
     repetition_ptr, frequency_ptr, presence_ptr, prompt_ptr, counts_ptr, prompt_stride, counts_stride = penalties
     repetition = tl.load(repetition_ptr + state)
     frequency, presence = tl.load(frequency_ptr + state), tl.load(presence_ptr + state)
@@ -95,13 +94,13 @@ def _penalized(logits, penalties, state, drafts_ptr, num_drafts, offsets, words,
         counts = tl.load(counts_ptr + state * counts_stride + offsets, mask=inside, other=0)
         for draft in range(num_drafts):
             counts += (offsets == tl.load(drafts_ptr + draft)).to(tl.int32)
-        is_said = counts > 0
+        is_emitted = counts > 0
         if repetition != 1.0:
             prompt = _bits(prompt_ptr + state * prompt_stride, words, num_words)
-            scale = tl.where(is_said | (prompt != 0), repetition, 1.0)
+            scale = tl.where(is_emitted | (prompt != 0), repetition, 1.0)
             logits *= tl.where(logits > 0, 1.0 / scale, scale)  # as vLLM's sampler, to the last bit
         logits -= frequency * counts
-        logits -= presence * is_said
+        logits -= presence * is_emitted
     return logits
 
 
@@ -110,7 +109,7 @@ def _collected(
     result_ptr, zeros, lists, counts, layout, row, step, state, position, tile, inside, offsets, vocab_size,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a row's lists say of a tile: 0, what is added, or -inf. It is collected where the result will stand."""
+    """What a row's lists add to a tile: 0, a bias or -inf; collected in the memory of the result."""
     allowed, bias, min_tokens, bad_words = lists
     num_allowed, num_biases, num_early, num_bad = counts
     first, last = tile * TILE, tl.minimum((tile + 1) * TILE, vocab_size)
@@ -140,7 +139,7 @@ def _adjust_kernel(
     result_ptr,
     target,
     layout,
-    # The first fields of Edits, but for penalties: tensors, then strides
+    # Edits without penalties: each has tensors, then strides
     lists,
     penalties,
     WORDS: tl.constexpr,
@@ -156,7 +155,7 @@ def _adjust_kernel(
     row = begin + step
     if row >= end:
         return
-    place = row  # of its logits
+    place = row  # in `target.logits`
     if ONLY_LAST:
         place = request.to(tl.int64)
     state = tl.load(layout.idx_mapping + request).to(tl.int64)
@@ -178,7 +177,7 @@ def _adjust_kernel(
             result_ptr, tl.zeros_like(logits), lists, counts, layout, row, step, state, position, tile, inside,
             offsets, target.vocab_size, WORDS * 32, BLOCK,
         )  # fmt: skip
-        logits = tl.where(added == float("-inf"), float("-inf"), logits + added)  # NaN, too, is forbidden
+        logits = tl.where(added == float("-inf"), float("-inf"), logits + added)  # also where the logit is NaN
 
     if penalties is not None:
         drafts = layout.draft_token_ids + begin + 1
@@ -187,7 +186,7 @@ def _adjust_kernel(
 
 
 def _with_strides(tensors: Any) -> tuple[Any, ...] | None:
-    """A tuple of tensors, and then the strides of those that have rows."""
+    """The tensors, and then the strides of those with rows."""
     return None if tensors is None else (*tensors, *(tensor.stride(0) for tensor in tensors if tensor.ndim == 2))
 
 

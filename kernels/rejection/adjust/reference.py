@@ -13,13 +13,13 @@ def adjust(logits: torch.Tensor, layout: Layout, edits: Edits, max_num_draft: in
     bounds = layout.cu_num_logits.tolist()
     for request, state in enumerate(layout.idx_mapping.tolist()):
         rows = slice(bounds[request], bounds[request + 1])
-        own = result[request : request + 1] if only_last else result[rows]
-        _adjust_request(own, layout.draft_token_ids[rows][1:].long(), layout.positions[rows], state, edits)
+        edited = result[request : request + 1] if only_last else result[rows]
+        _adjust_request(edited, layout.draft_token_ids[rows][1:].long(), layout.positions[rows], state, edits)
     return result
 
 
 def _adjust_request(
-    logits: torch.Tensor,  # the last of [K + 1, V] float32, edited in place
+    logits: torch.Tensor,  # [K + 1, V] float32, or the last row alone; edited in place
     drafts: torch.Tensor,  # [K] int64, -1 is no token
     positions: torch.Tensor,  # [K + 1]
     state: int,
@@ -31,9 +31,9 @@ def _adjust_request(
     if edits.penalties is not None:
         _penalize(logits, drafts, state, edits.penalties)
     if edits.allowed is not None and len(token_ids := _listed(edits.allowed, state)):
-        kept = logits[:, token_ids]
+        allowed = logits[:, token_ids]
         logits.fill_(-torch.inf)
-        logits[:, token_ids] = kept
+        logits[:, token_ids] = allowed
     if edits.min_tokens is not None and len(token_ids := _listed(edits.min_tokens, state)):
         early = (positions[len(positions) - len(logits) :] < edits.min_tokens.min_positions[state]).nonzero()
         logits[early, token_ids] = -torch.inf
@@ -48,23 +48,23 @@ def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _listed(tokens: tuple[torch.Tensor, ...], state: int) -> torch.Tensor:
-    """[M] int64 a state's list, of a tuple that begins with the lists' lengths and tokens."""
+    """[M] int64: a state's list; the tuple begins with the lists' lengths and tokens."""
     num_tokens, token_ids = tokens[:2]
     return token_ids[state, : int(num_tokens[state])].long()
 
 
 def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties: Penalties) -> None:
-    """Edits the columns of the tokens that were emitted; the others' counts are 0."""
+    """Edits the columns of the emitted tokens."""
     repetition, frequency, presence = (values[state] for values in penalties[:3])
     if repetition == 1 and frequency == 0 and presence == 0:
         return
     prompt = unpack(penalties.prompt_mask[state], logits.shape[-1])
-    is_said = penalties.output_counts[state].bool() | prompt
+    is_emitted = penalties.output_counts[state].bool() | prompt
     if len(drafts):
-        is_said.index_fill_(0, drafts[drafts >= 0], True)
-    token_ids = is_said.nonzero()[:, 0]
+        is_emitted.index_fill_(0, drafts[drafts >= 0], True)
+    token_ids = is_emitted.nonzero()[:, 0]
     counts = penalties.output_counts[state].index_select(0, token_ids)
-    if len(drafts):  # a row counts those that are fed up to it; the first has none
+    if len(drafts):  # a row counts the drafts up to the one that is fed at it
         counts = counts + torch.nn.functional.pad(drafts[:, None] == token_ids, (0, 0, 1, 0)).cumsum(0)
         counts = counts[len(counts) - len(logits) :]
     scale = torch.where((counts > 0) | prompt[token_ids], repetition, 1.0)

@@ -1,6 +1,6 @@
-"""Acceptance probability of a token of a suffix draft, learned by source, length of the match and share of the places.
+"""Acceptance probability of a suffix draft's token: learned by source, length of the match and share of the votes.
 
-Dimension: C cells.
+C: cells.
 """
 
 import numpy as np
@@ -11,37 +11,37 @@ from vllm_specplugins.structures.suffix.ring import Int32Array
 
 Float64Array = npt.NDArray[np.float64]
 
-MEMORY = 1024.0  # how many tokens of a cell are remembered
-FIRST_WEIGHT = 8.0  # tokens that a first guess counts as
-FIRST_ACCEPT_PROBS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.92, 0.96)  # by grade of the match, where all places agree
-FIRST_SHARES = (0.9, 0.35, 0.65, 0.85, 1.0)  # of that, by share of the places
+MEMORY = 1024.0  # a cell's counts are halved beyond so many tokens
+PRIOR_WEIGHT = 8.0  # tokens that a prior counts as
+PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.92, 0.96)  # by grade of the match, where all places agree
+SHARE_FACTORS = (0.9, 0.35, 0.65, 0.85, 1.0)  # of the prior, by share of the votes
 
 
 def first_accept_probs() -> Float64Array:
-    """[2, C] float64: tokens tried and accepted of each cell, before there was any."""
-    accepted = np.tile(np.outer(FIRST_ACCEPT_PROBS, FIRST_SHARES).ravel(), 2)
-    return FIRST_WEIGHT * np.stack([np.ones_like(accepted), accepted])
+    """[2, C] float64: tried and accepted tokens of each cell, priors at first."""
+    accepted = np.tile(np.outer(PRIORS, SHARE_FACTORS).ravel(), 2)
+    return PRIOR_WEIGHT * np.stack([np.ones_like(accepted), accepted])
 
 
 @inlined
 def cell_of(is_stored: bool, length: int, votes: int, num_places: int) -> int:
-    """Of a token after a match of this length, or one that grew to it, of earlier texts or the request's own. Share 0:
-    one place, 4: several that all agree."""
+    """The cell of a token after a match of `length` tokens, in the store or in the request's texts. Share 0 is a single
+    place, share 4 several places that agree."""
     grade = (length > 1) + (length > 2) + (length > 3) + (length > 5) + (length > 8) + (length > 16)
     share = 0
     if num_places > 1:
         share = 1 + (2 * votes > num_places) + (4 * votes > 3 * num_places) + (votes == num_places)
-    return (is_stored * len(FIRST_ACCEPT_PROBS) + grade) * len(FIRST_SHARES) + share
+    return (is_stored * len(PRIORS) + grade) * len(SHARE_FACTORS) + share
 
 
 @inlined
-def observe(drafted: Int32Array, cells: Int32Array, came: Int32Array, accept_probs: Float64Array) -> None:
-    """Counts which tokens of a draft, of which there are drafted[0], were those that came."""
-    for i in range(min(drafted[0], came.size)):
+def observe(draft: Int32Array, cells: Int32Array, new_tokens: Int32Array, accept_probs: Float64Array) -> None:
+    """Counts the tokens draft[1 : 1 + draft[0]] as tried, and as accepted up to the first that is not the new token."""
+    for i in range(min(draft[0], new_tokens.size)):
         cell = cells[i + 1]
         if accept_probs[0, cell] > MEMORY:
             accept_probs[:, cell] *= 0.5
         accept_probs[0, cell] += 1
-        if drafted[i + 1] != came[i]:
+        if draft[i + 1] != new_tokens[i]:
             break
         accept_probs[1, cell] += 1
