@@ -11,21 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import inputs
 from .acceptance import Other, observe, predict, worth
 from .acceptance.reference import new_state
 from .budget import Layout, share_budget
 from .history_match import history_match
-from .inputs import (
-    make_attention,
-    make_budgets,
-    make_chains,
-    make_lookup,
-    make_moves,
-    make_outcomes,
-    make_step,
-    make_walks,
-    new_totals,
-)
 from .rejection import rejection_sample
 from .rejection.adjust import adjust
 from .rejection.drafts import sample_with_q
@@ -116,7 +106,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[], _Case]]]:
         yield "budget", partial(_budget, shapes)
     if shapes.heads is not None:
         yield "trees, attention", partial(_attention, shapes, shapes.heads)
-        yield "trees, paths", lambda: _Case(walk, make_walks(50, shapes.max_num_draft + 1))
+        yield "trees, paths", lambda: _Case(walk, inputs.make_walks(50, shapes.max_num_draft + 1))
         yield "trees, moves", partial(_moves, shapes, shapes.heads)
 
 
@@ -159,14 +149,18 @@ def _edits(shapes: Shapes) -> _Case:
 def _rows(shapes: Shapes) -> _Case:
     def operation(rows: Any, lengths: Any, *others: Any, implementation: str) -> list[torch.Tensor]:
         limits, max_tokens, num_draft, staged, first, second = others
-        mapping, totals = torch.zeros_like(num_draft), new_totals(len(lengths), shapes.max_num_draft, num_draft.device)
+        mapping, totals = (
+            torch.zeros_like(num_draft),
+            inputs.new_totals(len(lengths), shapes.max_num_draft, num_draft.device),
+        )
         slots, wanted, by_stage = limit(rows, lengths, limits, max_tokens, mapping, (2, 1), implementation)
         tally(totals, rows, wanted, num_draft, shapes.max_num_draft, staged, implementation)
         read = newest(mapping, lengths, lengths.long(), (lengths.float(), lengths.long()), implementation)
         joined = [join(first, second, continues, implementation) for continues in (True, False)]
         return [slots, wanted, mapping, *totals[:2], *by_stage, *read, *(part for parts in joined for part in parts)]
 
-    return _Case(operation, (*make_step(40, shapes.max_num_draft), *make_chains(40, shapes.max_num_draft)))
+    step, chains = (make(40, shapes.max_num_draft) for make in (inputs.make_step, inputs.make_chains))
+    return _Case(operation, (*step, *chains))
 
 
 def _noise(shapes: Shapes) -> _Case:
@@ -182,7 +176,7 @@ def _lookup(shapes: Shapes) -> _Case:
         match: Any = history_match
         return [*match(texts, *others, implementation=implementation), texts.distances]
 
-    return _Case(operation, make_lookup(shapes.max_num_draft))
+    return _Case(operation, inputs.make_lookup(shapes.max_num_draft))
 
 
 def _acceptance(shapes: Shapes) -> _Case:
@@ -204,7 +198,7 @@ def _acceptance(shapes: Shapes) -> _Case:
             results += [copies, accept_probs, *tables]
         return [*results, *state[:4]]
 
-    return _Case(operation, tuple(make_outcomes(4, 20, num_stages, shapes.max_num_draft)), tolerance=_TOLERANCE)
+    return _Case(operation, tuple(inputs.make_outcomes(4, 20, num_stages, shapes.max_num_draft)), tolerance=_TOLERANCE)
 
 
 def _budget(shapes: Shapes) -> _Case:
@@ -214,7 +208,7 @@ def _budget(shapes: Shapes) -> _Case:
             share_budget(layout, accept_probs, slots, num_tokens, budget, 1, implementation)
         return [bounds for layout in layouts for bounds in layout]
 
-    return _Case(operation, tuple(make_budgets(12, shapes.max_num_draft)))
+    return _Case(operation, tuple(inputs.make_budgets(12, shapes.max_num_draft)))
 
 
 def _attention(shapes: Shapes, heads: tuple[int, int, int]) -> _Case:
@@ -223,7 +217,7 @@ def _attention(shapes: Shapes, heads: tuple[int, int, int]) -> _Case:
         return out
 
     width = shapes.max_num_draft + 1
-    arguments = make_attention([(5, 40), (100, width), (2, width), (31, 1)], heads, width, shapes.dtype)
+    arguments = inputs.make_attention([(5, 40), (100, width), (2, width), (31, 1)], heads, width, shapes.dtype)
     return _Case(operation, arguments, tolerance=2e-2)  # of a dtype with 8 bits
 
 
@@ -236,5 +230,5 @@ def _moves(shapes: Shapes, heads: tuple[int, int, int]) -> _Case:
         return moved
 
     _, num_kv_heads, head_size = heads
-    caches, moves = make_moves([[0, 2, 3], [0, 1, 3], [0], [0, 3]], shapes.dtype, (num_kv_heads, 2 * head_size))
+    caches, moves = inputs.make_moves([[0, 2, 3], [0, 1, 3], [0], [0, 3]], shapes.dtype, (num_kv_heads, 2 * head_size))
     return _Case(operation, (tuple(caches), moves))

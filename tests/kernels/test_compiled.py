@@ -43,21 +43,11 @@ def record_launches() -> list:
     """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
     import torch
     from triton.runtime.jit import JITFunction
+    from vllm_specplugins.kernels import inputs
     from vllm_specplugins.kernels.acceptance import Other, observe, predict, worth
     from vllm_specplugins.kernels.acceptance.reference import new_state
     from vllm_specplugins.kernels.budget import Layout, share_budget
     from vllm_specplugins.kernels.history_match import history_match
-    from vllm_specplugins.kernels.inputs import (
-        make_attention,
-        make_budgets,
-        make_chains,
-        make_lookup,
-        make_moves,
-        make_outcomes,
-        make_step,
-        make_walks,
-        new_totals,
-    )
     from vllm_specplugins.kernels.rejection import rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
     from vllm_specplugins.kernels.rejection.drafts import rated_sample
@@ -85,23 +75,24 @@ def record_launches() -> list:
             rated_sample(batch.target_logits, batch.positions, batch.sampling, implementation="fused")
         if not parameters and not dense:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
-    history_match(*make_lookup(MAX_NUM_DRAFT), implementation="fused")
-    share = next(make_budgets(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
+    history_match(*inputs.make_lookup(MAX_NUM_DRAFT), implementation="fused")
+    share = next(inputs.make_budgets(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
-    rows, lengths, limits, most, num_draft, staged = make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
+    rows, lengths, limits, most, num_draft, staged = inputs.make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
     limit(rows, lengths, limits, most, num_draft, (), "fused")
     limit(rows, lengths, limits, most, num_draft, (31, 5), "fused")
     newest(num_draft, lengths, lengths.long(), (*torch.zeros(2, NUM_SLOTS), lengths.long()), "fused")
     for continues in (True, False):
-        join(*make_chains(NUM_SLOTS // 2, MAX_NUM_DRAFT), continues, "fused")
+        join(*inputs.make_chains(NUM_SLOTS // 2, MAX_NUM_DRAFT), continues, "fused")
     for own in (None, staged, staged._replace(confirmed=None)):
-        tally(new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu"), rows, num_draft, num_draft, MAX_NUM_DRAFT, own, "fused")
+        totals = inputs.new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu")
+        tally(totals, rows, num_draft, num_draft, MAX_NUM_DRAFT, own, "fused")
     width = MAX_NUM_DRAFT + 1
-    attend(*make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
-    walk(*make_walks(4, width), implementation="fused")
-    caches, moves = make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
+    attend(*inputs.make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
+    walk(*inputs.make_walks(4, width), implementation="fused")
+    caches, moves = inputs.make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
     compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
-    for slots, drafts, sampled, rejected in make_outcomes(1, 8, 2, MAX_NUM_DRAFT):
+    for slots, drafts, sampled, rejected in inputs.make_outcomes(1, 8, 2, MAX_NUM_DRAFT):
         known = new_state(2, 17, MAX_NUM_DRAFT, "cpu")
         observe(known, slots, sampled, rejected, "fused")
         tables = tuple(torch.zeros(2, 17, MAX_NUM_DRAFT))

@@ -23,6 +23,7 @@ from vllm_specplugins.engine.codec import TextCodec
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.remote import server
 from vllm_specplugins.proposers.remote.proposer import MAX_ASKED, Remote
+from vllm_specplugins.structures.pause import FIRST_PAUSE_S
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -298,7 +299,7 @@ def test_hostile(
     for _ in range(50):
         assert drafted(own, history[: next(lengths)]) == []
     assert len(drafter.questions) == num_asked
-    drafter.answer, drafter.now = good, server.FIRST_PAUSE_S
+    drafter.answer, drafter.now = good, FIRST_PAUSE_S
     wait_for(lambda: drafted(own, history[: next(lengths)]) or time.sleep(0.05))
     assert caplog.text.count("answers again") == 1
 

@@ -1,5 +1,7 @@
 """How long to wait after an attempt that failed."""
 
+FIRST_PAUSE_S = 1.0
+
 
 class Pause:
     """Doubles with each failure in a row, up to a longest one; a success ends it.
@@ -9,14 +11,14 @@ class Pause:
     (True, False, 2.0, True, 0.0)
     """
 
-    def __init__(self, longest_s: float, first_s: float = 1.0):
-        self._longest_s, self._first_s = longest_s, first_s
+    def __init__(self, longest_s: float):
+        self._longest_s = longest_s
         self.seconds = 0.0  # 0: the last attempt succeeded
 
     def failed(self) -> bool:
         """Notes a failure; whether it is the first in a row, which is worth a line in the log."""
         is_first = self.seconds == 0
-        self.seconds = min(2 * self.seconds or self._first_s, self._longest_s)
+        self.seconds = min(2 * self.seconds or FIRST_PAUSE_S, self._longest_s)
         return is_first
 
     def succeeded(self) -> bool:

@@ -16,6 +16,7 @@ import aiohttp
 from vllm_specplugins.config import RemoteConfig
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.proposers.remote.forms import Form, Guess, Refused, TokenIds
+from vllm_specplugins.structures.pause import Pause
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -23,7 +24,7 @@ TIMEOUT_S = 10.0  # for an answer
 MAX_CONNECTIONS = 256  # other questions wait, since the engine needs open files, too
 MAX_MODEL_LEN = 1 << 20  # of a drafter that names none
 TOKEN_LINES, MORE_LINES, LIST_LINES = 16, 64, 10_000  # bounds of a stream, and of the list of models
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after failed questions
+LONGEST_PAUSE_S = 60.0  # after failed questions
 FOR_ALL = (401, 403, 404, 429)  # statuses 4xx that every question would get
 
 
@@ -36,7 +37,7 @@ class Server:
         self._url = f"{self._base}/completions"
         key = os.environ.get(config.api_key_env) if config.api_key_env else None
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._pause_s, self._not_before, self._has_refused = 0.0, 0.0, False
+        self._pause, self._not_before, self._has_refused = Pause(LONGEST_PAUSE_S), 0.0, False
         self._max_model_len, self._vocab_size = MAX_MODEL_LEN, vocab_size  # of the drafter
         self._has_limits, self._limits_lock = False, asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -86,9 +87,8 @@ class Server:
         except Exception as error:  # of the network, or anything that the server's answer causes
             self._fail(error)
             raise
-        if self._pause_s:
+        if self._pause.succeeded():
             logger.info("remote: %s answers again.", self._url)
-        self._pause_s = 0.0
 
     def _question(self, prompt: list[int] | str, num_tokens: int) -> dict[str, Any]:
         return {"model": self._model, "prompt": prompt, "max_tokens": num_tokens}
@@ -140,11 +140,10 @@ class Server:
     def _fail(self, error: Exception) -> None:
         if time.monotonic() < self._not_before:  # others failed before it
             return
-        if self._pause_s == 0:
+        if self._pause.failed():
             words = f"{type(error).__name__}: {error}" if type(error) is ValueError else type(error).__name__
             logger.warning("remote: no drafts from %s (%s) until it answers as it should.", self._url, words)
-        self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        self._not_before = time.monotonic() + self._pause_s
+        self._not_before = time.monotonic() + self._pause.seconds
 
 
 def _is_refused(status: int) -> bool:
