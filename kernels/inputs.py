@@ -65,7 +65,7 @@ def make_lookup(max_num_draft: int, num_reqs: int = 12) -> tuple[Any, ...]:
 
 
 def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, Any, Staged]:
-    """Rows, lengths, limits, the step's most tokens, drafted tokens and Staged of `steps.limit` and `steps.tally`; the
+    """Rows, lengths, limits, the step's limit, drafted tokens and Staged of `steps.limit` and `steps.tally`; the
     last two rows of many are padding."""
     rng, num_slots = torch.Generator().manual_seed(1), 2 * num_rows
     slots = torch.randperm(num_slots, generator=rng)[:num_rows]
@@ -103,7 +103,7 @@ def new_totals(num_slots: int, max_num_draft: int, device: Any, once: int = 1) -
 
 
 def random_parents(num_rows: int, width: int, rng: torch.Generator) -> torch.Tensor:
-    """[num_rows, width] int64: each node's parent is any earlier one; the root is its own."""
+    """[num_rows, width] int64: each node's parent is any earlier node; node 0 has itself."""
     return integers(rng, torch.arange(width).clamp(min=1), num_rows, width).long()
 
 

@@ -81,8 +81,8 @@ def problem_of(error: Exception) -> str:
 
 def _num_different(case: _Case, device: torch.device) -> int:
     expected = case.operation(*case.arguments, implementation="reference")
-    found = case.operation(*to_device(case.arguments, device), implementation="fused")
-    pairs = [(found, expected)] if isinstance(found, torch.Tensor) else zip(found, expected, strict=True)
+    actual = case.operation(*to_device(case.arguments, device), implementation="fused")
+    pairs = [(actual, expected)] if isinstance(actual, torch.Tensor) else zip(actual, expected, strict=True)
     close = partial(torch.isclose, rtol=case.tolerance, atol=case.tolerance, equal_nan=True)
     different = [(~close(one.cpu(), other)).view(len(other), -1).any(1) for one, other in pairs]
     same_length = all(len(rows) == len(different[0]) for rows in different)

@@ -62,7 +62,7 @@ def make_batch(
     `dense`, q is p with noise, and drafts are drawn from q. Requests have every second state, shuffled.
 
     Args:
-        peaks: whether most rows have a dozen likely tokens, at the edges of tiles and groups or within one group.
+        peaks: whether two of three rows have a dozen likely tokens, beside edges of tiles and groups or in one group.
         sampling: fields of `Sampling`; by default temperature 1 and random seeds.
     """
     rng = torch.Generator().manual_seed(seed)

@@ -19,8 +19,8 @@ def sample_step(
     implementation: str | None = None,
     operation: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Emitted tokens, their number, and the number of rejected drafts. A request whose prompt goes on has none of them;
-    one that feeds a token of its prompt has no drafts yet, and their placeholders are rejected.
+    """Emitted tokens, their number, and the number of rejected drafts. A request with a prompt that goes on has none of
+    them; one that feeds a token of its prompt has no drafts yet, and their placeholders are rejected.
 
     Args:
         layout: `draft_token_ids` and `positions` [num_tokens] of all fed tokens, `logits_indices` [num_logits] of the

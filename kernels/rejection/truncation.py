@@ -62,7 +62,7 @@ def _from_prefix(
     weights = torch.exp2((prefix - maximum[:, None]) * scale[:, None]).masked_fill_(~inside, 0).double()
     whole = (both > -torch.inf) | (size == vocab_size)
     above = weights.cumsum(-1) - weights
-    # The most probable token stays: nothing is above it.
+    # The argmax stays: nothing is above it.
     stays = inside & (above < (top_p * torch.where(whole, weights.sum(-1), total))[:, None])
     nucleus = torch.where(stays | (prefix == maximum[:, None]), prefix, torch.inf).amin(-1)
     result = torch.where(top_p < 1, nucleus, both)

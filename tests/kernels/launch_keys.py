@@ -26,7 +26,7 @@ def _binder(kernel: Any) -> Callable[..., Any]:
 
 @contextmanager
 def recorded(of: str, runs: bool = True) -> Iterator[set[Key]]:
-    """Keys of the launches of kernels whose module's name begins so; others, and these too if wanted, run. Nothing runs
+    """Keys of the launches of kernels in modules with this prefix. Others run, and these too with `runs`. Nothing runs
     but in the interpreter.
     """
     from triton import knobs

@@ -1,6 +1,6 @@
 """Acceptance in Triton beside its reference: the same numbers, whatever the batch; few variants.
 
-On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 The reference itself: tests/gate/test_confidence.py.
 """
 
@@ -21,26 +21,26 @@ POISON = 77.0
 def run(steps: list[Any], num_stages: int, width: int, implementation: str) -> tuple[list[Any], State]:
     """Acceptance probabilities and numbers of tokens worth keeping, of each step; what is known in the end."""
     device = DEVICE if implementation == "fused" else "cpu"
-    found, state = [], new_state(num_stages, 2 * len(steps[0][0]) + 1, width, device)
+    actual, state = [], new_state(num_stages, 2 * len(steps[0][0]) + 1, width, device)
     for index, step in enumerate(steps):
         slots, drafts, sampled, rejected = to_device(step, device)
         accept_probs = torch.full(drafts.stage.shape, POISON, dtype=torch.float64, device=device)
         copies = torch.full((len(state.tried), 1), POISON, device=device)
         other = Other(num_stages - 1, index % (width + 1), index % 2 == 0, (slots % 4).int())
-        found += worth(state, slots, drafts, other if index % 5 else None, (copies, width / 4), implementation)
-        found.append(copies)
+        actual += worth(state, slots, drafts, other if index % 5 else None, (copies, width / 4), implementation)
+        actual.append(copies)
         tables = tuple(torch.full((2, *state.sent_stage.shape), POISON, device=device)) if index % 2 else ()
         predict(state, slots, drafts, accept_probs, implementation, tables=tables)
-        found += tables
+        actual += tables
         observe(state, slots, sampled, rejected, implementation)
-        found.append(accept_probs)
+        actual.append(accept_probs)
         if index == len(steps) // 2:
             clear(state, slots[:1])
-    return found, state
+    return actual, state
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_same(actual: Any, expected: Any) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-9)
 
@@ -54,17 +54,17 @@ def test_equals_reference(num_rows: int, num_stages: int, width: int) -> None:
     from; if a tile or a decay is left out of the record of all; if a row of padding counts, or a draft's
     end does not hold; if one step adds more to the record of all than it may."""
     steps = make_outcomes(5 if num_rows > 9 else 16, num_rows, num_stages, width, seed=num_rows)
-    (found, state), (expected, known) = (run(steps, num_stages, width, name) for name in ("fused", "reference"))
-    assert_same(found, expected)
+    (actual, state), (expected, known) = (run(steps, num_stages, width, name) for name in ("fused", "reference"))
+    assert_same(actual, expected)
     assert_same(state[:5], known[:5])
     if num_rows > 1:
-        kept = torch.cat([own for own in expected if own.dtype == torch.int32])
-        assert 0 < int((kept > 0).sum()) < len(kept)
+        counts = torch.cat([part for part in expected if part.dtype == torch.int32])
+        assert 0 < int((counts > 0).sum()) < len(counts)
 
 
 @pytest.mark.parametrize("implementation", ["reference", pytest.param("fused", marks=needs_triton)])
 def test_among_equals(implementation: str) -> None:
-    """Tokens that are as likely as the other stage's are kept. Fails if they are left to it."""
+    """Tokens that are as likely as the other stage's stay. Fails if the other stage gets them."""
     state, lengths = new_state(1, 5, 4, DEVICE), torch.arange(5, device=DEVICE)
     state.shared_accepted.copy_(0.5 * state.shared_tried)
     drafts = Drafts(lengths, torch.zeros(5, 4, dtype=torch.int32, device=DEVICE), torch.ones(5, 4, device=DEVICE))

@@ -109,5 +109,5 @@ def test_fused_equals_reference() -> None:
     for request, state in enumerate(batch.idx_mapping.tolist()):
         batch.draft_logits[state, int(torch.randint(3, (1,), generator=rng))] = kinds[request % len(kinds)]
     expected = rejection_sample(*batch, implementation="reference")
-    for ours, own in zip(rejection_sample(*to_device(batch, DEVICE), implementation="fused"), expected, strict=True):
-        assert torch.equal(ours.cpu(), own)
+    for ours, theirs in zip(rejection_sample(*to_device(batch, DEVICE), implementation="fused"), expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)

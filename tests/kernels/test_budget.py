@@ -1,6 +1,6 @@
-"""A step's budget of draft tokens: the reference beside vLLM's own arithmetic, the kernel beside the reference.
+"""A step's budget of draft tokens: the reference beside vLLM's arithmetic, the kernel beside the reference.
 
-On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
 
 from typing import Any
@@ -49,5 +49,5 @@ def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
         assert torch.equal(ours + others, query_start_loc.diff()[:num_rows]) and int(ours.sum()) == budget
         assert (ours <= drafts).all() and not query_start_loc[num_rows:].diff().any()
         survival = accept_probs[slots].cumprod(dim=1)
-        worth = [sum(row[:count].sum() for row, count in zip(survival, own, strict=True)) for own in (ours, theirs)]
+        worth = [sum(row[:n].sum() for row, n in zip(survival, counts, strict=True)) for counts in (ours, theirs)]
         torch.testing.assert_close(*worth)

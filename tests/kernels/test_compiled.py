@@ -26,7 +26,7 @@ MAX_REGISTERS |= {"_share_kernel": 128, "_learn_kernel": 128, "_predict_kernel":
 LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
 LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
-LIMITS["gfx942"] = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
+LIMITS["gfx942"] = {name: min(limit, 64) for name, limit in MAX_REGISTERS.items()}
 LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 128, "_attend_kernel": 168}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_scan_kernel": 8192, "_adjust_kernel": 2048}
@@ -78,15 +78,15 @@ def record_launches() -> list:
     history_match(*inputs.make_lookup(MAX_NUM_DRAFT), implementation="fused")
     share = next(inputs.make_budgets(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
-    rows, lengths, limits, most, num_draft, staged = inputs.make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
-    limit(rows, lengths, limits, most, num_draft, (), "fused")
-    limit(rows, lengths, limits, most, num_draft, (31, 5), "fused")
+    rows, lengths, limits, max_tokens, num_draft, staged = inputs.make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
+    limit(rows, lengths, limits, max_tokens, num_draft, (), "fused")
+    limit(rows, lengths, limits, max_tokens, num_draft, (31, 5), "fused")
     newest(num_draft, lengths, lengths.long(), (*torch.zeros(2, NUM_SLOTS), lengths.long()), "fused")
     for continues in (True, False):
         join(*inputs.make_chains(NUM_SLOTS // 2, MAX_NUM_DRAFT), continues, "fused")
-    for own in (None, staged, staged._replace(confirmed=None)):
+    for stages in (None, staged, staged._replace(confirmed=None)):
         totals = inputs.new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu")
-        tally(totals, rows, num_draft, num_draft, MAX_NUM_DRAFT, own, "fused")
+        tally(totals, rows, num_draft, num_draft, MAX_NUM_DRAFT, stages, "fused")
     width = MAX_NUM_DRAFT + 1
     attend(*inputs.make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
     walk(*inputs.make_walks(4, width), implementation="fused")
@@ -97,9 +97,9 @@ def record_launches() -> list:
         observe(known, slots, sampled, rejected, "fused")
         tables = tuple(torch.zeros(2, 17, MAX_NUM_DRAFT))
         predict(known, slots, drafts, torch.zeros(8, MAX_NUM_DRAFT), "fused", tables=tables)
-        own, table = drafts._replace(confidence=drafts.confidence.long()), torch.zeros(17, 1)
-        worth(known, slots, own, Other(1, 31, True, sampled), (table, 5), "fused")
-        worth(known, slots, own, None, None, "fused")
+        matches, table = drafts._replace(confidence=drafts.confidence.long()), torch.zeros(17, 1)
+        worth(known, slots, matches, Other(1, 31, True, sampled), (table, 5), "fused")
+        worth(known, slots, matches, None, None, "fused")
     return launches
 
 
@@ -157,15 +157,16 @@ def report() -> None:
         seen.add(key)
         for target, description in TARGETS.items():
             compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
-            found = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
+            resources = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
             logits = [arg.logits for arg in args if hasattr(arg, "logits")]
             logits += [arg.token_ids for arg in args if hasattr(arg, "distances")]
             # A scan reads one of the two, there by the same instructions.
             is_shared = kernel.fn.__name__ == "_scan_kernel" and target == "gfx942"
             itemsize = logits[0].itemsize if is_shared else sum(tensor.itemsize for tensor in logits)
             threads = kwargs["num_warps"] * description[2]
-            line = {"kernel": kernel.fn.__name__, "target": target, "bytes_wide": 16 * threads * found["wide_loads"]}
-            print(json.dumps({**line, **found, "itemsize": itemsize}), flush=True)
+            line = {"kernel": kernel.fn.__name__, "target": target}
+            line["bytes_wide"] = 16 * threads * resources["wide_loads"]
+            print(json.dumps({**line, **resources, "itemsize": itemsize}), flush=True)
 
 
 @pytest.fixture(scope="module")

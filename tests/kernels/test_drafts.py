@@ -1,7 +1,7 @@
-"""Drafts drawn under the requests' own parameters: with the noise of verification, or with their own and q.
+"""Drafts drawn under the requests' parameters: with the noise of verification, or with other noise and q.
 
 Where the proposer knows the target, they are what the target says. The kernels run in Triton's interpreter, which has
-to be chosen before Triton is imported: a process of its own.
+to be chosen before Triton is imported: a separate process.
 """
 
 import doctest
@@ -65,10 +65,10 @@ def test_a_right_guess_is_accepted(temperature: float, limits: str) -> None:
     logits, positions = of_requests(5)
     sampling = Sampling(torch.full((NUM_REQS,), temperature), STATES * 77, **LIMITS[limits])
     assert accepted(logits, coupled_sample(logits, positions, sampling), positions, sampling) == 1.0
-    own = Sampling(sampling.temperature, sampling.seeds + 1, **LIMITS[limits])
-    drafts, q = sample_with_q(logits, positions, own)
+    drafting = Sampling(sampling.temperature, sampling.seeds + 1, **LIMITS[limits])
+    drafts, q = sample_with_q(logits, positions, drafting)
     assert accepted(logits, drafts, positions, sampling, q) == 1.0
-    uncut, whole = sample_with_q(logits, positions, Sampling(own.temperature, own.seeds))
+    uncut, whole = sample_with_q(logits, positions, Sampling(drafting.temperature, drafting.seeds))
     share = accepted(logits, uncut, positions, sampling, whole)
     assert (share < 0.99) == (limits == "truncated" and temperature > 0), "the test must see limits that are left out"
 
@@ -95,9 +95,9 @@ def test_tokens_follow_q() -> None:
     sampling = Sampling(torch.full((num_draws,), 0.7), torch.arange(num_draws), min_p=torch.full((num_draws,), 0.05))
     drafts, q = sample_with_q(logits, torch.full((num_draws,), 9), sampling)
     law = torch.softmax(q[0].double() / 0.7, 0) * num_draws
-    counts, kept = torch.bincount(drafts, minlength=16), law > 0
-    assert 1 < kept.sum() < 16 and not counts[~kept].any()
-    assert chisquare(counts[kept].numpy(), law[kept].numpy()).pvalue > 1e-4
+    counts, possible = torch.bincount(drafts, minlength=16), law > 0
+    assert 1 < possible.sum() < 16 and not counts[~possible].any()
+    assert chisquare(counts[possible].numpy(), law[possible].numpy()).pvalue > 1e-4
 
 
 @by_reference
@@ -121,8 +121,8 @@ def test_fused_equals_reference(dtype: torch.dtype) -> None:
     given = logits.to(dtype), positions, Sampling(heat, STATES[:num_reqs] * 5, **limits)
     expected = sample_with_q(*given, implementation="reference")
     ours = sample_with_q(*to_device(given, DEVICE), implementation="fused")
-    for own, theirs in zip(ours, expected, strict=True):
-        assert torch.equal(own.cpu(), theirs)
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
 
 
 @needs_triton
@@ -134,11 +134,11 @@ def test_rated(greedy: bool, limits: str) -> None:
     logits, positions = of_requests(7, num_reqs := 16)
     logits[:4] *= 4
     temperature = torch.tensor([0.0, 0.7, 1.0, 2.0] * (num_reqs // 4))
-    own = {name: values[:num_reqs] for name, values in LIMITS[limits].items()}
-    sampling = Sampling(temperature, STATES[:num_reqs] * 77, **own)
+    limit = {name: values[:num_reqs] for name, values in LIMITS[limits].items()}
+    sampling = Sampling(temperature, STATES[:num_reqs] * 77, **limit)
     for dtype in (torch.float32, torch.bfloat16):
         given = logits.to(dtype), positions, sampling
-        found = rated_sample(*to_device(given, DEVICE), greedy, "fused")
+        rated = rated_sample(*to_device(given, DEVICE), greedy, "fused")
         tokens = given[0].argmax(-1) if greedy else coupled_sample(*given, "reference")
-        assert torch.equal(found[0].cpu(), tokens)
-        torch.testing.assert_close(found[1].cpu(), largest_probs_of(given[0], temperature), rtol=1e-6, atol=1e-6)
+        assert torch.equal(rated[0].cpu(), tokens)
+        torch.testing.assert_close(rated[1].cpu(), largest_probs_of(given[0], temperature), rtol=1e-6, atol=1e-6)

@@ -1,7 +1,7 @@
 """Prompt lookup of a batch: reference and host's form beside brute force; in Triton the same tokens, and one read of
 the texts.
 
-On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
 
 from typing import NamedTuple
@@ -25,15 +25,15 @@ class Row(NamedTuple):
     distances: tuple[int, int] = (NO_MATCH, NO_MATCH)
 
 
-class Found(NamedTuple):
+class Drafted(NamedTuple):
     draft: list[int]
     length: int
     distances: tuple[int, int]
 
 
-def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Found:
+def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Drafted:
     """By trying every place of both texts."""
-    whole, found, distances = row.text + row.prefix, [], list(row.distances)
+    whole, matched_at, distances = row.text + row.prefix, [], list(row.distances)
     for source, text in enumerate((row.text, row.reference)):
         matches, expected = [], max(0, len(whole) - row.distances[source])
         for place in range(1, len(text)):
@@ -41,18 +41,18 @@ def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Found:
             n = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), min(place, len(whole)))
             if n >= min_ngram or (n and place == expected):
                 matches.append((-min(n, max_ngram), abs(place - expected), place, min(n, 31)))
-        found.append(min(matches)[2:] if matches and row.max_draft else (0, 0))
-        if found[-1][1] and not row.prefix:
-            distances[source] = len(whole) - found[-1][0]
-    (place, length), (there, longer) = found
+        matched_at.append(min(matches)[2:] if matches and row.max_draft else (0, 0))
+        if matched_at[-1][1] and not row.prefix:
+            distances[source] = len(whole) - matched_at[-1][0]
+    (place, length), (there, longer) = matched_at
     if longer > length:
-        return Found(row.reference[there : there + row.max_draft], longer, tuple(distances))
+        return Drafted(row.reference[there : there + row.max_draft], longer, tuple(distances))
     copied = whole[place:] * row.max_draft
-    return Found(copied[: row.max_draft] if length else [], length, tuple(distances))
+    return Drafted(copied[: row.max_draft] if length else [], length, tuple(distances))
 
 
 class Slots(NamedTuple):
-    """Rows as arrays: slots lie in another order than rows, some are nobody's, some share a reference."""
+    """Rows as arrays: slots lie in another order than rows, some have no row, some share a reference."""
 
     texts: Texts
     slots: np.ndarray
@@ -118,7 +118,7 @@ def without_prefix(rows: list[Row]) -> list[Row]:
 
 def matched(
     rows: list[Row], min_ngram: int, max_ngram: int, implementation: str, slack: int = 5, longest: int | None = None
-) -> list[Found]:
+) -> list[Drafted]:
     """Of an implementation; the host's alone knows drafts that were begun."""
     rows = rows if implementation == "host" else without_prefix(rows)
     given, num_draft = in_slots(rows, slack), max(1, *(row.max_draft for row in rows))
@@ -127,29 +127,29 @@ def matched(
     else:
         distances, match = on_device(given, num_draft, min_ngram, max_ngram, implementation, longest)
     others = np.delete(distances, given.slots, axis=0)
-    assert (others == 5).all(), "the slots of nobody"
+    assert (others == 5).all(), "slots without a row"
     token_ids, counts, lengths = (array.tolist() for array in match)
     assert all(not any(tokens[num:]) for tokens, num in zip(token_ids, counts, strict=True))
-    kept = (tuple(distances[slot].tolist()) for slot in given.slots)
+    written = (tuple(distances[slot].tolist()) for slot in given.slots)
     return [
-        Found(tokens[:num], int(length), own)
-        for tokens, num, length, own in zip(token_ids, counts, lengths, kept, strict=True)
+        Drafted(tokens[:num], int(length), chosen)
+        for tokens, num, length, chosen in zip(token_ids, counts, lengths, written, strict=True)
     ]
 
 
-def tokens(most: int, vocab_size: int = 3) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, vocab_size - 1), max_size=most)
+def tokens(limit: int, vocab_size: int = 3) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, vocab_size - 1), max_size=limit)
 
 
-def any_rows(most: int) -> st.SearchStrategy[list[Row]]:
-    distance = st.one_of(st.just(NO_MATCH), st.integers(1, most))
+def any_rows(limit: int) -> st.SearchStrategy[list[Row]]:
+    distance = st.one_of(st.just(NO_MATCH), st.integers(1, limit))
     row = st.builds(
-        Row, tokens(most).filter(bool), tokens(3), tokens(most), st.integers(0, 6), st.tuples(distance, distance)
+        Row, tokens(limit).filter(bool), tokens(3), tokens(limit), st.integers(0, 6), st.tuples(distance, distance)
     )
     return st.lists(row.map(lambda row: row._replace(prefix=row.prefix[: row.max_draft])), min_size=1, max_size=4)
 
 
-def random_rows(num_rows: int, longest: int, vocab_size: int, seed: int, most: int = 5) -> list[Row]:
+def random_rows(num_rows: int, longest: int, vocab_size: int, seed: int, limit: int = 5) -> list[Row]:
     """Texts of all lengths up to the longest; tokens begun and references in some of them."""
     rng = np.random.default_rng(seed)
 
@@ -164,7 +164,7 @@ def random_rows(num_rows: int, longest: int, vocab_size: int, seed: int, most: i
         if i % 4 == 2:
             reference = [*reference, *text[-int(rng.integers(1, 20)) :], *random(3)][-longest:]
         distances = tuple(rng.integers(1, longest, 2).tolist()) if i % 5 else (NO_MATCH, NO_MATCH)
-        max_draft = int(rng.integers(i % 3, most + 1))
+        max_draft = int(rng.integers(i % 3, limit + 1))
         rows.append(Row(text, random(i % 3), reference if i % 4 else [], max_draft, distances))
     return rows
 
@@ -176,23 +176,23 @@ def test_beside_brute_force(rows: list[Row], min_ngram: int, more: int, slack: i
     if n-grams run around from a text's beginning to its end; if a row that wants nothing, or has a draft begun, changes
     where copying would go on."""
     lengths = min_ngram, min_ngram + more
-    for implementation, own in (("reference", without_prefix(rows)), ("host", rows)):
-        assert matched(own, *lengths, implementation, slack) == [brute_force(row, *lengths) for row in own]
+    for implementation, chosen in (("reference", without_prefix(rows)), ("host", rows)):
+        assert matched(chosen, *lengths, implementation, slack) == [brute_force(row, *lengths) for row in chosen]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 50])
 def test_beside_brute_force_longer(vocab_size: int) -> None:
     """Fails if a match's length is not bounded, or by max_ngram, or a copy does not run into itself."""
     for max_ngram in (2, 16):
-        rows = random_rows(60, 300, vocab_size, seed=max_ngram, most=31)
-        for implementation, own in (("reference", without_prefix(rows)), ("host", rows)):
-            assert matched(own, 2, max_ngram, implementation) == [brute_force(row, 2, max_ngram) for row in own]
+        rows = random_rows(60, 300, vocab_size, seed=max_ngram, limit=31)
+        for implementation, chosen in (("reference", without_prefix(rows)), ("host", rows)):
+            assert matched(chosen, 2, max_ngram, implementation) == [brute_force(row, 2, max_ngram) for row in chosen]
 
 
 def test_blocks() -> None:
     """Fails if the host's blocks lose what lies across their border, or the nearer of two blocks' matches."""
     for vocab_size in (1, 2, 400):
-        rows = random_rows(20, 4 * host.BLOCK, vocab_size, seed=vocab_size, most=31)
+        rows = random_rows(20, 4 * host.BLOCK, vocab_size, seed=vocab_size, limit=31)
         assert matched(without_prefix(rows), 2, 8, "host") == matched(rows, 2, 8, "reference")
 
 
@@ -203,8 +203,8 @@ def test_copying_goes_on() -> None:
     one, two, three = ([number, 7, 7, 8, 8] for number in (1, 2, 3))
     text = [*one, *two, *three, 5, 7, 7]
     for distance, follows in ((NO_MATCH, 8), (10, 8)):
-        [found] = matched([Row(text, [], [], 1, (distance, 1))], 2, 8, "host")
-        assert found.draft == [follows]
+        [drafted] = matched([Row(text, [], [], 1, (distance, 1))], 2, 8, "host")
+        assert drafted.draft == [follows]
     taken = [matched([Row(text, [], [], 3, (distance, 1))], 2, 8, "host")[0].draft[2] for distance in (14, 15, 10, 5)]
     assert taken == [2, 2, 3, 5]
 
@@ -229,7 +229,7 @@ def test_equals_reference_in_small(rows: list[Row], min_ngram: int, more: int) -
 @pytest.mark.parametrize(("vocab_size", "slack"), [(1, 0), (2, 7), (2, 16), (400, 0)])
 def test_equals_reference(vocab_size: int, slack: int) -> None:
     """Over tiles and their borders. Fails if n-grams across tiles are cut, a tile counts twice, or one that is farther
-    away wins; if a row's end is read past (slack 0: the next row's, or nobody's)."""
+    away wins; if a row's end is read past (slack 0: the next row's, or no row's)."""
     for max_ngram in (3, 16):
         rows = random_rows(7, 2500, vocab_size, seed=max_ngram + slack)
         assert matched(rows, 2, max_ngram, "fused", slack) == matched(rows, 2, max_ngram, "reference", slack)

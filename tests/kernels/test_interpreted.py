@@ -13,7 +13,7 @@ FILES = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if "@n
 
 @pytest.mark.skipif(RUNS, reason="is that process")
 def test_in_the_interpreter() -> None:
-    """Kills: a file whose kernels nobody runs."""
+    """Kills: a file with kernels that no process runs."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "--import-mode=importlib", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([*command, *map(str, FILES)], capture_output=True, text=True, env=environment)

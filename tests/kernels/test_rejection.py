@@ -141,8 +141,8 @@ def test_law_of_the_heats(group_size: int) -> None:
 def brute_force_probs(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """One row by the definitions, token by token."""
     p = torch.softmax(logits / temperature, 0)
-    kept = (p >= min_p * p.max()) & (logits >= logits.sort(descending=True).values[top_k - 1])
-    p = normal(p * kept)
+    stays = (p >= min_p * p.max()) & (logits >= logits.sort(descending=True).values[top_k - 1])
+    p = normal(p * stays)
     return normal(p * torch.tensor([float(p[logits > logit].sum()) < top_p for logit in logits]))
 
 
@@ -178,7 +178,7 @@ def emitted(batch: Batch) -> list[list[int]]:
 def repeated(
     logits: torch.Tensor, drafts: torch.Tensor, draft_logits: torch.Tensor | None, temperature: float
 ) -> Batch:
-    """One draft token in each of many requests, one by one with its own seed."""
+    """One draft token in each of many requests, each with its seed."""
     num_reqs = len(drafts)
     return Batch(
         logits.repeat(num_reqs, 1),
@@ -223,7 +223,7 @@ def test_chi_squared(dense: bool, temperature: float) -> None:
     "planted", ["accepts more", "wrong temperature", "recovered from p", "recovered with the draft's noise", None]
 )
 def test_planted_errors_are_caught(planted: str | None, monkeypatch) -> None:
-    """The chi-squared test sees each of the classic mistakes, of drafts that were drawn with our own noise."""
+    """The chi-squared test sees each of the classic mistakes, of drafts drawn with the noise of verification."""
     ratio, probs = reference.draft_ratio, reference.draft_probs
     if planted == "accepts more":
         monkeypatch.setattr(reference, "draft_ratio", lambda p, q: ratio(p, q) + 0.02)

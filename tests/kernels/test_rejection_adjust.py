@@ -23,12 +23,12 @@ def oracle_row(row: torch.Tensor, state: int, position: int, drafts: list[int], 
     """One row by the definitions, token by token."""
     words = e.bad_words
     prompt_length = int(words.prompt_lengths[state])
-    said = words.history[state, prompt_length : max(position - len(drafts), prompt_length)].tolist() + drafts
+    emitted = words.history[state, prompt_length : max(position - len(drafts), prompt_length)].tolist() + drafts
     banned = set(listed(e.min_tokens, state)) if position < e.min_tokens.min_positions[state] else set()
     for word in range(int(words.num_words[state])):
         begin, end = words.offsets[state, word : word + 2].tolist()
         *prefix, last = words.token_ids[state, begin:end].tolist()
-        if len(prefix) <= len(said) and said[len(said) - len(prefix) :] == prefix:
+        if len(prefix) <= len(emitted) and emitted[len(emitted) - len(prefix) :] == prefix:
             banned.add(last)
     allowed = listed(e.allowed, state) or range(len(row))
     bias = dict(zip(listed(e.bias, state), e.bias.values[state].tolist(), strict=False))
@@ -66,15 +66,15 @@ def only_last(batch: Batch, edits: Edits, implementation: str) -> tuple[torch.Te
     last = batch.cu_num_logits[1:].long() - 1
     whole = adjust(*to_device((*batch[:5], edits, batch.max_num_draft), DEVICE), implementation)
     alone = batch.target_logits[last], *batch[1:5], edits, batch.max_num_draft
-    found = adjust(*to_device(alone, DEVICE), implementation, only_last=True)
-    return whole.cpu()[last], found.cpu()
+    actual = adjust(*to_device(alone, DEVICE), implementation, only_last=True)
+    return whole.cpu()[last], actual.cpu()
 
 
 def test_only_last() -> None:
-    """As a drafter asks, behind drafts of its own. Kills: the first row's drafts, positions or words."""
+    """As a drafter asks, after its drafts. Kills: the first row's drafts, positions or words."""
     batch = make_batch([3, 0, 4, 1, 2, 2], 37, agreement=0.3)
-    expected, found = only_last(batch, make_edits(batch), "reference")
-    assert torch.equal(found, expected)
+    expected, actual = only_last(batch, make_edits(batch), "reference")
+    assert torch.equal(actual, expected)
 
 
 def test_each_alone_and_none() -> None:
@@ -114,8 +114,8 @@ def test_equals_reference(vocab_size: int, dtype: torch.dtype) -> None:
 def test_only_last_equals_all_rows() -> None:
     """Kills: logits of another row than the request's last."""
     batch = make_batch([3, 0, 4, 1, 2, 2], 300, agreement=0.3)
-    expected, found = only_last(batch, make_edits(batch), "fused")
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    expected, actual = only_last(batch, make_edits(batch), "fused")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @needs_triton

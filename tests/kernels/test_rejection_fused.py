@@ -1,6 +1,6 @@
 """Verification in Triton beside its reference: the same tokens, and how often the logits are read.
 
-On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
 
 import math
@@ -54,7 +54,7 @@ def test_step_equals_reference(drafts: list[int], truncation: str) -> None:
     expected = sample_step(*given, implementation="reference")
     ours = sample_step(*to_device(given, DEVICE), implementation="fused")
     assert all(
-        torch.equal(own.cpu(), other) and own.dtype == other.dtype for own, other in zip(ours, expected, strict=True)
+        torch.equal(one.cpu(), other) and one.dtype == other.dtype for one, other in zip(ours, expected, strict=True)
     )
 
 
@@ -87,7 +87,7 @@ FLAT["all"] = FLAT["top_k"] | FLAT["top_p"] | FLAT["min_p"]
 @pytest.mark.parametrize("truncation", FLAT)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
-    """Exactly what is kept, and its weight, where thousands of tokens share it: no group can be left out. Fails if a
+    """Exact thresholds and weights where thousands of tokens share it: no group can be left out. Fails if a
     bound is above the threshold, a read leaves out a chunk or a group, or the search ends beside it.
     """
     from vllm_specplugins.kernels.rejection.accept_fused import weigh
@@ -96,8 +96,8 @@ def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
     batch = make_batch([1, 1], 9001, dense=True, dtype=dtype, temperature=torch.full((4,), 0.9), **FLAT[truncation])
     batch.target_logits[:] = batch.target_logits * 0.3 + torch.tensor([[0.0], [9.0], [0.0], [-9.0]])
     moved = to_device(batch, DEVICE)
-    layout, target, own = layout_of(*moved[1:5]), target_of(moved.target_logits), moved.draft_logits
-    drafts = Drafts(own, own.stride(0), own.stride(1), own.shape[-1])
+    layout, target, logits_of_q = layout_of(*moved[1:5]), target_of(moved.target_logits), moved.draft_logits
+    drafts = Drafts(logits_of_q, logits_of_q.stride(0), logits_of_q.stride(1), logits_of_q.shape[-1])
     parameters, given = parameters_of(moved.sampling, layout)
     scanned = scan(target, drafts, layout, parameters)
     result = Result(
@@ -108,10 +108,10 @@ def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
     rows = batch.sampling.at(batch.idx_mapping.long().repeat_interleave(2))
     logits, scale = batch.target_logits.float(), LOG2_E.value / rows.temperature
     weights = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None])
-    kept = logits >= thresholds(logits, scale, weights, rows.top_k, rows.top_p, rows.min_p)[:, None]
-    assert int(kept.sum(-1).max()) > 500
-    assert torch.equal(logits >= limit[:, None], kept)
-    torch.testing.assert_close(total, (weights * kept).sum(-1), rtol=1e-5, atol=0.0)
+    stays = logits >= thresholds(logits, scale, weights, rows.top_k, rows.top_p, rows.min_p)[:, None]
+    assert int(stays.sum(-1).max()) > 500
+    assert torch.equal(logits >= limit[:, None], stays)
+    torch.testing.assert_close(total, (weights * stays).sum(-1), rtol=1e-5, atol=0.0)
 
 
 @needs_triton
@@ -169,8 +169,8 @@ def test_programs_of_the_scan(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     batch = batch._replace(max_num_draft=31)
     if batch.draft_logits is not None:
         batch = batch._replace(draft_logits=torch.nn.functional.pad(batch.draft_logits, (0, 0, 0, 28), value=torch.nan))
-    own = {name: torch.cat((getattr(batch, name), getattr(batch, name)[:2])) for name in ROWS}
-    ours = rejection_sample(*to_device(batch._replace(**own), DEVICE), implementation="fused")
+    padded = {name: torch.cat((getattr(batch, name), getattr(batch, name)[:2])) for name in ROWS}
+    ours = rejection_sample(*to_device(batch._replace(**padded), DEVICE), implementation="fused")
     for mine, theirs in zip(ours, rejection_sample(*batch, implementation="reference"), strict=True):
         assert torch.equal(mine.cpu(), theirs.to(mine.dtype))
     assert grids == [(2 * 9 * (2 if KINDS[kind] else 1),)]

@@ -15,15 +15,15 @@ EXTREMES = torch.tensor([0, 1, -1, 2**55, -(2**62), LARGEST, -LARGEST - 1])
 
 
 def assert_same(batch: Batch) -> torch.Tensor:
-    found = rejection_sample(*batch, implementation="host")
-    for ours, theirs in zip(found, rejection_sample(*batch, implementation="reference"), strict=True):
+    results = rejection_sample(*batch, implementation="host")
+    for ours, theirs in zip(results, rejection_sample(*batch, implementation="reference"), strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("stream", [noise.GROUP, noise.TOKEN, noise.RECOVERED_TOKEN])
 def test_noise(stream: int) -> None:
-    """Kills: an arithmetic shift of a negative state; a stream at other bits; a rounding of its own."""
+    """Kills: an arithmetic shift of a negative state; a stream at other bits; another rounding."""
     rng = torch.Generator().manual_seed(stream)
     seeds = torch.cat([EXTREMES, torch.randint(-LARGEST, LARGEST, (500,), generator=rng)])
     positions = torch.randint(2**55, (len(seeds),), generator=rng)
@@ -35,7 +35,7 @@ def test_noise(stream: int) -> None:
 
 
 def test_noise_is_never_infinite() -> None:
-    """A number in 2**25 would be 1. Kills: one that is not kept below."""
+    """A number in 2**25 would be 1. Kills: one that is not clamped."""
     numbers, one = torch.empty(1, 1 << 22), np.ones(1, np.int64)
     for begin in range(0, 1 << 27, 1 << 22):
         host._negated_uniform(one, one, noise.TOKEN, one * begin, numbers.numpy())
@@ -73,7 +73,7 @@ def test_draws_many() -> None:
 
 
 def test_chunks(monkeypatch) -> None:
-    """Kills: a chunk whose rows take the states or positions of another; a chunk of greedy rows in a random batch."""
+    """Kills: a chunk that takes the states or positions of another; a chunk of greedy rows in a random batch."""
     monkeypatch.setattr("vllm_specplugins.kernels.rejection.reference._CHUNK_ELEMENTS", 1200)
     batch = make_batch([3, 0, 4, 1, 2, 0], 600, temperature=torch.tensor([0.0, 0.0, 0.7] * 4), agreement=0.9)
     assert_same(batch)

@@ -1,6 +1,6 @@
-"""The check of a device: sound kernels pass, and an error planted in any of them is found.
+"""The check of a device: sound kernels pass, and the check sees an error planted in any of them.
 
-Planted in the source of a copy of the kernels, which Triton's interpreter runs in a process of its own.
+Planted in the source of a copy of the kernels, which Triton's interpreter runs in a separate process.
 """
 
 import importlib
@@ -54,7 +54,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int]]]] = {
         ("a read", "tl.where(has_a, b, a) - 1", "tl.where(has_a, a, a) - 1", _CUT),
         ("top-p's bound", "top_p * total * 1.001", "top_p * total * 0.3", _CUT),
         ("min-p", "tl.log2(min_p) / scale", "tl.log2(min_p)", _CUT),
-        ("weight kept", "tl.maximum(total, 1.0), limit", "tl.maximum(total * 8.0, 1.0), limit", _DENSE_CUT),
+        ("weight", "tl.maximum(total, 1.0), limit", "tl.maximum(total * 8.0, 1.0), limit", _DENSE_CUT),
     ],
     "rejection/race_fused.py": [
         ("streams", "stream << _STREAM_SHIFT", "stream << (_STREAM_SHIFT - 1)", _DENSE),
@@ -126,11 +126,11 @@ def problems(package: str, vocab_size: int, only: str | None = None) -> dict[str
 @needs_triton
 def test_sound() -> None:
     """Kills: a check that finds fault with what is right, or leaves one out."""
-    found = problems("vllm_specplugins.kernels", 2100)
-    assert len(found) == 11
+    problem_of = problems("vllm_specplugins.kernels", 2100)
+    assert len(problem_of) == 11
     for name in ("trees, attention", "trees, paths", "trees, moves"):
-        found |= problems("vllm_specplugins.kernels", 2100, only=name)
-    assert len(found) == 14 and not any(found.values()), found
+        problem_of |= problems("vllm_specplugins.kernels", 2100, only=name)
+    assert len(problem_of) == 14 and not any(problem_of.values()), problem_of
 
 
 def planted() -> list[Any]:

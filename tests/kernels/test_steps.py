@@ -1,6 +1,6 @@
 """The rows of a step in Triton beside their reference: the same integers.
 
-On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 What is counted, beside the host's counts: tests/engine/test_tally.py.
 """
 
@@ -20,14 +20,14 @@ def run(
 ) -> list[Any]:
     """All that is written."""
     device = DEVICE if implementation == "fused" else "cpu"
-    rows, lengths, limits, most, num_draft, staged = to_device(step, device)
+    rows, lengths, limits, max_tokens, num_draft, staged = to_device(step, device)
     mapping, totals = torch.full_like(num_draft, 77), new_totals(len(lengths), max_num_draft, device, once)
     most_of_stages = (max_num_draft // 2, 1) if has_stages else ()
-    slots, wanted, of_stages = limit(rows, lengths, limits, most, mapping, most_of_stages, implementation)
+    slots, wanted, of_stages = limit(rows, lengths, limits, max_tokens, mapping, most_of_stages, implementation)
     tally(totals, rows, wanted, num_draft, max_num_draft, staged if has_stages else None, implementation)
     tables = (lengths.float(), lengths.long(), lengths) if has_stages else ()
     read = newest(mapping, lengths, lengths.long() + 7, tables, implementation)
-    return [found.cpu() for found in (slots, wanted, mapping, *totals[:2], *of_stages, *read)]
+    return [actual.cpu() for actual in (slots, wanted, mapping, *totals[:2], *of_stages, *read)]
 
 
 @needs_triton
@@ -35,11 +35,11 @@ def run(
 def test_equals_reference(num_rows: int, max_num_draft: int) -> None:
     """Over several programs. Fails if a row of padding, or of a prompt, wants or counts anything; if a limit, a place,
     a kind or a stage is another's; if a rehearsal counts; if a stage that is not allowed may draft, or more than its
-    most; if what drafting begins with is another slot's, or a row of padding has a text."""
+    limit; if what drafting begins with is another slot's, or a row of padding has a text."""
     step = make_step(num_rows, max_num_draft)
     for options in ({}, {"has_stages": False}, {"once": 0}):
-        found, expected = (run(step, max_num_draft, name, **options) for name in ("fused", "reference"))
-        for one, other in zip(found, expected, strict=True):
+        actual, expected = (run(step, max_num_draft, name, **options) for name in ("fused", "reference"))
+        for one, other in zip(actual, expected, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
         assert bool(expected[3].any()) == (options != {"once": 0}), "a rehearsal"
     if num_rows > 3:
@@ -55,8 +55,8 @@ def test_joined(num_rows: int, max_num_draft: int, continues: bool) -> None:
     first, second = make_chains(num_rows, max_num_draft)
     for chain in (second, second._replace(confidence=None)):
         moved = to_device((first, chain), DEVICE)
-        found, expected = join(*moved, continues, "fused"), join(first, chain, continues, "reference")
-        for one, other in zip(found, expected, strict=True):
+        actual, expected = join(*moved, continues, "fused"), join(first, chain, continues, "reference")
+        for one, other in zip(actual, expected, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
     if num_rows > 1:
         assert 0 < expected.stage.sum() < expected.stage.numel()

@@ -1,6 +1,6 @@
 """Trees: attention beside a dense one, paths beside a search of a few lines, the kernels beside the reference.
 
-On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
 
 from typing import Any
@@ -33,8 +33,8 @@ def dense(query: Query, cache: Any, mask: Mask, scale: float, request: int) -> t
     )
     per_kv, rows = query.query.shape[1] // num_kv_heads, []
     for index in range(begin, end):
-        own, bits, first = length - end + index, int(mask.bits[index]), int(mask.first[request])
-        seen = [at for at in range(own + 1) if not first <= at < first + 64 or bits >> (at - first) & 1]
+        at_token, bits, first = length - end + index, int(mask.bits[index]), int(mask.first[request])
+        seen = [at for at in range(at_token + 1) if not first <= at < first + 64 or bits >> (at - first) & 1]
         for head in range(query.query.shape[1]):
             scores = keys[seen, head // per_kv].double() @ query.query[index, head].double() * scale
             rows.append(scores.softmax(0) @ values[seen, head // per_kv].double())
@@ -78,7 +78,7 @@ def test_ancestors(width: int) -> None:
             while line[-1]:
                 line.append(int(parents[row, line[-1]]))
             assert int(depths[row, node]) == len(line) - 1
-            assert int(bits[row, node]) == sum(1 << own for own in line)
+            assert int(bits[row, node]) == sum(1 << above for above in line)
 
 
 def test_walk() -> None:
@@ -105,7 +105,7 @@ def test_walk() -> None:
 @pytest.mark.parametrize("temperature", [0.8, 1.0])
 def test_distribution(temperature: float) -> None:
     """Of the first two tokens, whatever is drafted, good trees and bad ones, of tokens that the noise chooses, too.
-    Kills: noise of a node's index, which siblings would not share, or of its parent's position; a token that is kept
+    Kills: noise of a node's index, which siblings would not share, or of its parent's position; a token that is emitted
     for being drafted."""
     num_rows, width, size = 20_000, 6, 4
     rng = torch.Generator().manual_seed(5)
@@ -128,8 +128,8 @@ def test_distribution(temperature: float) -> None:
         assert chi_squared(both[both[:, 0] == token, 1], after[token]) > 1e-3
 
 
-def chi_squared(found: torch.Tensor, probs: torch.Tensor) -> float:
-    counts = found.bincount(minlength=len(probs)).double()
+def chi_squared(tokens: torch.Tensor, probs: torch.Tensor) -> float:
+    counts = tokens.bincount(minlength=len(probs)).double()
     return float(stats.chisquare(counts, probs.double() / probs.double().sum() * counts.sum()).pvalue)
 
 
@@ -143,9 +143,9 @@ def test_compact(dtype: torch.dtype) -> None:
     caches = [cache.to(device) for cache in caches]
     expected = [cache.clone() for cache in caches]
     for before, after in zip(caches, expected, strict=True):
-        for request, own in enumerate(paths):
+        for request, nodes in enumerate(paths):
             places = [(int(table[request, at // 16]), at % 16) for at in (root[request] + torch.arange(12)).tolist()]
-            for step, node in enumerate(own):
+            for step, node in enumerate(nodes):
                 (to, to_slot), (of, of_slot) = places[step], places[node]
                 after[to, :, to_slot] = before[of, :, of_slot]
     pointers = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.uint64, device=device)

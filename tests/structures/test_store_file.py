@@ -44,7 +44,7 @@ def shown(texts: list[StoredText]) -> list[tuple[bool, bytes, list[int]]]:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """What is read is what was written and appended, in order, for nobody else to read, whoever made the file before.
+    """What is read is what was written and appended, in order, for its owner alone, whoever made the file before.
     Fails if order, flag or mode is another, or something is left beside it.
     """
     path = tmp_path / "store"
@@ -128,7 +128,7 @@ def test_links(tmp_path: Path) -> None:
     (tmp_path / "real" / "file.partial").symlink_to(victim)
     saved(link)
     assert link.is_symlink() and shown(store(real).read()) == shown(TEXTS) and victim.read_text() == "mine"
-    long = tmp_path / ("ä" * 120)  # whose successor's name must fit, too
+    long = tmp_path / ("ä" * 120)  # a successor has a name that fits, too
     saved(long)
     assert len(store(long).read()) == len(TEXTS)
 
@@ -193,7 +193,7 @@ while True:
 
 def test_killed_while_saving(tmp_path: Path) -> None:
     """A process that is killed anywhere loses nothing that it has appended, 10 times; what it began is cleared away.
-    Fails if the file is written anew in its place, or a text is kept back.
+    Fails if the file is written anew in its place, or a text waits in memory.
     """
     path, rng, number = tmp_path / "store", random.Random(0), 0
     for _ in range(10):

@@ -28,12 +28,12 @@ def ids(*tokens):
     return np.array(tokens, np.int32)
 
 
-def ask(store, tenant, ending, own=(), reference=(), accept_probs=CERTAIN, begun=()):
-    """The draft and the length of its match, for one request whose text is `own` and that, or that after much else."""
-    text, other, prefix = np.array([*own, *ending], np.int32), ids(*reference), np.array([[*begun, 0]], np.int32)
+def ask(store, tenant, ending, text=(), reference=(), accept_probs=CERTAIN, begun=()):
+    """The draft and the length of its match, for a request with this text and ending."""
+    whole, other, prefix = np.array([*text, *ending], np.int32), ids(*reference), np.array([[*begun, 0]], np.int32)
     drafts = np.zeros((1, K), np.int32), np.zeros(1, np.int64), np.zeros(1)
     numbers = np.array([len(begun)]), np.array([K]), np.array([0]), np.array([other.ctypes.data, len(other)])
-    asked = *places_of([text]), prefix, *numbers, np.array([0, store.number(tenant)]), 0, 0.0
+    asked = *places_of([whole]), prefix, *numbers, np.array([0, store.number(tenant)]), 0, 0.0
     draft_step(asked, (accept_probs, np.zeros((1, 2, K + 1), np.int32)), drafts, tuple(store.ring))
     return drafts[0][0, : drafts[1][0]].tolist(), int(drafts[2][0])
 
@@ -50,14 +50,14 @@ def names(store):
 
 
 def oracle(texts, ending, levels=LEVELS, copies=()):
-    """What most places of the longest match go on with, texts newest first, and its length; see suffix/drafts.py."""
+    """The draft and the length of its match, by the votes of suffix/drafts.py; texts come newest first."""
     reach = min(LONGEST_MATCH, len(ending))
     places = [(t, i) for t, end in texts for i in range(end - 1, -1, -1) if t[i] == ending[-1]]
     lengths = [next((n for n in range(reach) if i < n or t[i - n] != ending[-1 - n]), reach) for t, i in places]
     level = max((n for n in levels if n <= max(lengths, default=0)), default=0)
-    found = [place for place in zip(lengths, places, strict=True) if place[0] >= level][:MAX_PLACES]
-    longest = max((length for length, _ in found), default=0)
-    going_on, draft = [place for length, place in found if length == longest], []
+    matches = [place for place in zip(lengths, places, strict=True) if place[0] >= level][:MAX_PLACES]
+    longest = max((length for length, _ in matches), default=0)
+    going_on, draft = [place for length, place in matches if length == longest], []
     while len(draft) < K:
         next_ones = [(t + draft if t is copies else t)[i + 1 + len(draft) :][:1] for t, i in going_on]
         votes = Counter(token for tokens in next_ones for token in tokens)  # the first of the largest is the latest
@@ -69,13 +69,13 @@ def oracle(texts, ending, levels=LEVELS, copies=()):
 
 
 def oracle_of_text(text, begun=()):
-    """The same of a request's own text, which goes on with its draft unless that was begun."""
+    """The same of a request's text, which goes on with its draft unless that was begun."""
     return oracle([(text, len(text) - 1)], [*text, *begun], ANY_LENGTH, None if begun else text)
 
 
-def best(*found):
+def best(*matches):
     """The longest draft, the first of these, and its match, if any."""
-    draft, length = max(found, key=lambda one: len(one[0]))
+    draft, length = max(matches, key=lambda one: len(one[0]))
     return draft, length if draft else 0
 
 
@@ -91,8 +91,8 @@ def test_oracle(vocab_size, monkeypatch):
         store, "_put", lambda text: (put.append((int(store.ring.state[HEAD]) + 1, text)), SuffixStore._put(store, text))
     )
 
-    def tokens(most):
-        return ids(*(rng.randrange(vocab_size) for _ in range(rng.randrange(2, most))))
+    def tokens(longest):
+        return ids(*(rng.randrange(vocab_size) for _ in range(rng.randrange(2, longest))))
 
     def visible(tenant):
         for begin, text in reversed(put):
@@ -110,8 +110,8 @@ def test_oracle(vocab_size, monkeypatch):
         if put and rng.random() < 0.7:
             text = rng.choice(put[-50:])[1].tokens
             ending = np.concatenate((ending, text[: rng.randrange(2, len(text) + 1)]))
-        own = ending.tolist()
-        expected = best(oracle_of_text(own), oracle(list(visible(b"a")), own))
+        text = ending.tolist()
+        expected = best(oracle_of_text(text), oracle(list(visible(b"a")), text))
         assert ask(store, b"a", ending) == expected
     assert store.num_removed > 0
 
@@ -122,10 +122,10 @@ def test_own_text_and_reference(vocab_size):
     count; a copy that does not go on after the end of the text, or does so in a reference."""
     rng, store = random.Random(vocab_size), SuffixStore(1 << 17)
     for _ in range(NUM_OPERATIONS // 10):
-        own, other = ([rng.randrange(vocab_size) for _ in range(rng.randrange(2, 90))] for _ in range(2))
-        begun = rng.choice(([], own[:2]))
-        expected = best(oracle_of_text(own, begun), oracle([(other, len(other) - 1)], [*own, *begun], ANY_LENGTH))
-        assert ask(store, b"", own, (), other, begun=begun) == expected
+        text, other = ([rng.randrange(vocab_size) for _ in range(rng.randrange(2, 90))] for _ in range(2))
+        begun = rng.choice(([], text[:2]))
+        expected = best(oracle_of_text(text, begun), oracle([(other, len(other) - 1)], [*text, *begun], ANY_LENGTH))
+        assert ask(store, b"", text, (), other, begun=begun) == expected
 
 
 @pytest.mark.parametrize(("source", "token"), [(0, 7), (1, 3)])
@@ -135,7 +135,7 @@ def test_what_is_worth_more(source, token):
     store, accept_probs = SuffixStore(1 << 18), CERTAIN.copy()
     entered(store, b"", ids(*range(20)))
     accept_probs[1].reshape(2, -1)[1 - source] = 0.4
-    draft, length = ask(store, b"", ids(1, 2), own=(1, 2, 7, 7, 7, 7, 7, 7), accept_probs=accept_probs)
+    draft, length = ask(store, b"", ids(1, 2), text=(1, 2, 7, 7, 7, 7, 7, 7), accept_probs=accept_probs)
     assert draft[0] == token and length == 2
 
 
@@ -144,12 +144,12 @@ def numbered(rng, count):
 
 
 def test_tables_are_large_enough():
-    """Of a full store all but a few texts are found. Fails if tables lose what is there."""
+    """A search finds all but a few texts of a full store. Fails if tables lose what is there."""
     rng, store = np.random.default_rng(0), SuffixStore(1 << 20)
     for _ in range(60):
         entered(store, b"", numbered(rng, 600))
-    found = [ask(store, b"", text.tokens[i - 12 : i])[1] for text in store.texts() for i in range(20, 590, 7)]
-    assert np.mean(np.array(found) == 12) > 0.98
+    matches = [ask(store, b"", text.tokens[i - 12 : i])[1] for text in store.texts() for i in range(20, 590, 7)]
+    assert np.mean(np.array(matches) == 12) > 0.98
 
 
 def test_memory():
@@ -172,7 +172,7 @@ def test_memory():
     texts = store.texts()
     assert len(texts) == store.num_texts and sum(len(text.tokens) for text in texts) == store.num_tokens
     assert {text.tenant for text in texts} == set(store._tenants)
-    assert store.num_tokens > 0.8 * store.max_tokens, "most of the room is used"
+    assert store.num_tokens > 0.8 * store.max_tokens, "texts fill the room"
     assert abs(held - store.num_bytes) < 0.01 * max_bytes
 
 
@@ -199,7 +199,7 @@ def test_tenants_share_the_room():
 
 
 class Room:
-    """Whose text makes room for whose, by hand; each text has MIN_PLACES."""
+    """The texts that make room for others, by hand; each text has MIN_PLACES."""
 
     def __init__(self, size):
         self.size, self.texts, self.back, self.used, self.credit = size, [], {}, set(), 0
@@ -273,12 +273,12 @@ def test_many_salts(times):
         store.ask(b"me")
         ask(store, b"me", mine[1 + salt % 10][:12])
     there = {text.tokens.tobytes() for text in store.texts() if text.tenant == b"me"}
-    kept = [text.tobytes() in there for text in mine]
-    assert all(kept if times == 1 else kept[1:11]) and store.num_removed > 300
+    stays = [text.tobytes() in there for text in mine]
+    assert all(stays if times == 1 else stays[1:11]) and store.num_removed > 300
 
 
 def test_tenants_never_meet():
-    """Two tenants with opposite texts: what one is drafted is its own. Fails if owners are neither hashed nor compared.
+    """Two tenants with opposite texts: each drafts from its texts. Fails if owners are neither hashed nor compared.
     Half of the tokens are the other's, too, so that their n-grams meet in the same table.
     """
     rng, store = np.random.default_rng(0), SuffixStore(1 << 20)
@@ -313,25 +313,25 @@ class Counted(np.ndarray):
 
 
 def test_others_texts_cost_nothing(monkeypatch):
-    """A search reads as much whether another tenant's texts are what is asked for or not; of our own texts it shows.
+    """A search reads as much whether another tenant's texts are what is asked for or not; of the same tenant it shows.
     Fails if owners are not hashed: then the other's places are looked at; worse, if they are not compared either.
     """
     monkeypatch.setattr(suffix_drafts, "match", ring.match.py_func)
     monkeypatch.setattr(suffix_drafts, "look_up", ring.look_up.py_func)
     monkeypatch.setattr(ring, "match", ring.match.py_func)
-    random_ids, places, found = np.random.default_rng(0), np.empty(MAX_PLACES, np.int64), np.empty((3, 4), np.int64)
+    random_ids, places, matches = np.random.default_rng(0), np.empty(MAX_PLACES, np.int64), np.empty((3, 4), np.int64)
     texts = [random_ids.integers(0, 1000, 48).astype(np.int32) for _ in range(12)]
     mine, strange, ending = texts[:6], texts[6:], random_ids.integers(0, 1000, LONGEST_MATCH).astype(np.int32)
     known = [np.concatenate([ending, one]) for one in strange]
 
-    def reads(own, others):
+    def reads(texts, others):
         store, before = SuffixStore(1 << 17), Counted.reads
         store.ring.state[MULTIPLIER] = 0x1E3779B97F4A7C15  # always the same
-        entered(store, b"me", *own)
+        entered(store, b"me", *texts)
         entered(store, b"other", *others)
         counted = Ring(*(array.view(Counted) for array in store.ring))
         with np.errstate(over="ignore"):
-            suffix_drafts.find_places.py_func(ending, store.number(b"me"), places, found, counted)
+            suffix_drafts.find_places.py_func(ending, store.number(b"me"), places, matches, counted)
         return Counted.reads - before
 
     assert reads(mine, known) == reads(mine, strange) < reads(known, mine)
