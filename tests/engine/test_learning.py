@@ -79,7 +79,7 @@ def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"), [("jump", 0.0), ("jump", 0.8), ("early_exit", 0.8), long_on_v2("medusa", 0.8)]
+    ("method", "temperature"), [("jump", 0.0), ("jump", 0.8), long_on_v2("early_exit", 0.8), long_on_v2("medusa", 0.8)]
 )
 def test_outputs_while_weights_change(
     engine: Any, prompts: Any, method: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

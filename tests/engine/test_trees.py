@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cases import NUM_TOKENS, STRESS, check_ends, early_exit, generate
-from conftest import ALL, DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, spec_metrics
+from conftest import ALL, DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, long, spec_metrics
 from parts import medusa, write_head
 from recorded import replays, runner
 from test_identity import steps_of
@@ -241,7 +241,7 @@ def test_what_a_tree_cannot_keep(attention: None, engine: Any, prompts: Any, ask
 
 @on_v2
 @KINDS
-@pytest.mark.parametrize("temperature", [0.8, 1.0])
+@pytest.mark.parametrize("temperature", [long(0.8), 1.0])
 def test_seeded_samples(attention: None, engine: Any, prompts: Any, kind: Any, temperature: float) -> None:
     """What a seeded request is answered is what it is answered with chains. Kills: noise of a node's index."""
     params = {"temperature": temperature, "seed": 5, "max_tokens": 16}
