@@ -1,7 +1,7 @@
 """The work for each row of a step beside drafting, in one launch each: `limit` says how much a row may draft, `newest`
 what drafting begins with, `join` makes one draft of two stages' drafts, and `tally` counts.
 
-Nothing here waits, so a CUDA graph can record it. R: rows of the batch or of a graph, S: slots of requests, K: the most
+Nothing here waits, so a CUDA graph can record it. R: rows of the batch or of a graph, S: slots of requests, K: max
 tokens of a draft, M: stages, two of them. A row of padding has slot S, which no request has, and has sampled nothing.
 """
 
@@ -110,7 +110,7 @@ def limit(
     # [S, >= 3] int32 of each slot: the largest length of a draft, of the text before one, and of the text with its
     # draft; then whether each of two stages is allowed, 1 or 0
     limits: Any,
-    # [] int32: the most tokens of a draft of this step
+    # [] int32: max tokens of a draft of this step
     max_tokens: Any,
     # [R] int32, written: each row's slot, -1 for a row of padding
     mapping: Any,
@@ -120,7 +120,7 @@ def limit(
     """How many tokens each row wants.
 
     Args:
-        of_stages: the most tokens of each of two stages.
+        of_stages: max tokens of each of two stages.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     >>> import torch

@@ -1,9 +1,9 @@
 """Cascade: several proposers that serve together, as one proposer on the host.
 
 Under the policy `auto` the stages draft in turn. For each request and step the gate chooses how many tokens of the
-drafts so far to keep, and how many of the next stage to draft after them or in their place: the ones whose acceptance
-probabilities sum to most, less their price (Gate.split_draft). A lookup that stands first also extends the tokens of a
-model, which costs nothing: its match is longer by these tokens. Without a gate the first stage with a draft is taken.
+drafts so far to keep, and how many of the next stage to draft after them or in their place: those with the largest sum
+of acceptance probabilities, less their price (Gate.split_draft). A lookup that stands first also extends the tokens of
+a model, which costs nothing: its match is longer by these tokens. Without a gate the first stage with a draft drafts.
 Under the policy `verify` each stage checks the tokens of the one before it (verify.py).
 """
 

@@ -2,7 +2,7 @@
 
 Each source is given the drafts of the one before it, and returns these and its tokens as one draft. Nothing here waits
 or goes by the values of a tensor, so that a CUDA graph may record it: how many steps a model drafts is chosen on the
-host. R: requests, K: the most tokens of a draft.
+host. R: requests, K: max tokens of a draft.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class DeviceBatch(NamedTuple):
         slots: [R] int64, of their requests.
         num_steps: the tokens that a model drafts for each.
         target: for a model.
-        longest: the most tokens of a text; None: a graph is recorded, which has to do for any.
+        longest: max tokens of a text; None: a graph is recorded, which has to do for any.
         rates: whether the confidence of tokens is needed.
         on_logits: gets the logits of a model's steps.
         implementation: of kernels/steps.
@@ -57,7 +57,7 @@ class DeviceCascade:
 
     def __init__(self, configs: Sequence[StageConfig], proposers: Sequence[Any], context: ProposerContext):
         stages = enumerate(zip(configs, proposers, strict=True))
-        self.stages = [Stage(index, own, own.method, proposer, context, None) for index, (own, proposer) in stages]
+        self.stages = [Stage(i, config, config.method, proposer, context, None) for i, (config, proposer) in stages]
         self.built_in_guard = self.stages[MODEL].guard if self.stages[MODEL].is_built_in else None
 
     def stage_counters(self) -> dict[str, StageCounters]:
@@ -79,7 +79,7 @@ class DeviceModel:
 
     Args:
         tracker: it rates drafts by their `worth`, where that is asked for.
-        depth: the most tokens of a draft of the model.
+        depth: max tokens of a draft of the model.
     """
 
     def __init__(self, proposer: ModelProposer, tracker: Any = None, depth: int = 0):

@@ -1,10 +1,10 @@
-"""Trees of drafts, grown along one draft: the tokens that may stand in the place of each of its own. Another drafter's
-chain, as a lookup's, may be merged into it (Miao et al. 2024, "SpecInfer").
+"""Trees of drafts: a drafter's chain, and at each of its places the likeliest other tokens. A lookup's chain may be
+merged into it (Miao et al. 2024, "SpecInfer").
 
-A drafter runs as it does for a chain, and its logits say what else might follow; so its passes are no more, and its
-attention is no other. Of all candidates the likeliest nodes are kept, best first: a prefix of them is the best tree of
-its size. R: requests, D: tokens of the chain, C: candidates of a place, L: tokens of the other chain, at least D, M:
-all candidates, N: nodes of a tree, beside its root.
+The drafter runs as for a chain: its logits give the other tokens, so that it needs no more passes and no other
+attention. The tree has the likeliest nodes of all candidates, best first: a prefix of it is the best tree of that size.
+R: requests, D: tokens of the chain, C: candidates of a place, L: tokens of the other chain, at least D, M: all
+candidates, N: nodes of a tree, beside its root.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ class Tree(NamedTuple):
 
     Args:
         token_ids: [R, N] int32.
-        parents: [R, N] int64: 0 is the root, and the first node 1.
-        is_other: [R, N] bool: whether the other chain alone has the node.
+        parents: [R, N] int64: 0 is the root, 1 the first node.
+        is_other: [R, N] bool: whether only the other chain has the node.
     """
 
     token_ids: torch.Tensor
@@ -34,18 +34,18 @@ class Tree(NamedTuple):
 
 def grow(
     chain: torch.Tensor,  # [R, D] int
-    logits: torch.Tensor,  # [R, D, vocab_size], that its tokens come from
-    positions: torch.Tensor,  # [R, D] int64, where they stand
+    logits: torch.Tensor,  # [R, D, vocab_size], of its tokens
+    positions: torch.Tensor,  # [R, D] int64, of its tokens
     sampling: Sampling,  # of the requests, [R] each
     num_nodes: int,
-    branches: torch.Tensor,  # [R] bool: whether a request may have a tree, or a chain
-    # Another chain [R, L] int, and logarithms of how likely all its tokens up to each are right, -inf after its end.
+    branches: torch.Tensor,  # [R] bool: whether a request may have a tree; else it gets a chain
+    # Another chain [R, L] int, and the log-probability that all its tokens up to each are accepted, -inf after its end.
     other: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Tree:
-    """The likeliest nodes; a request that may have none gets the likelier chain, and after its end its last token."""
+    """The likeliest nodes; a request without a tree gets the likelier chain, and after its end its last token again."""
     tokens, survival = _candidates(chain, logits, positions, sampling)
     (depth, width), nodes = tokens.shape[1:], torch.arange(num_nodes, device=chain.device)
-    line = nodes.clamp(max=depth - 1) * width  # the chain's
+    line = nodes.clamp(max=depth - 1) * width  # places of the chain
     parents = (torch.arange(depth * width, device=chain.device) // width - 1).mul(width).expand(len(chain), -1)
     tokens, total = tokens.flatten(1), survival[..., 0].exp().sum(dim=1)
     if other is None:
@@ -55,7 +55,7 @@ def grow(
         line = torch.where(is_likelier[:, None], depth * width + nodes.clamp(max=other[0].shape[1] - 1), line)
         survival, more = _merged(tokens.view_as(survival), survival, *other)
         tokens, parents = torch.cat((tokens, other[0]), dim=1), torch.cat((parents, more), dim=1)
-    # Of equals the one comes first that stands first, so that a parent does.
+    # Stable: among equals a parent comes before its children.
     best = survival.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
     parent = parents.gather(1, best)
     above = (best[:, None] == parent[..., None]).int().argmax(dim=2) + 1
@@ -67,31 +67,32 @@ def grow(
 def _candidates(
     chain: torch.Tensor, logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [R, D, C], the chain's first, after which alone others stand, and logarithms of their survival."""
+    """Tokens [R, D, C], the chain's first, and the log-probability that they and those before them are accepted. Only
+    the chain's tokens have children."""
     num_rows, depth, vocab_size = logits.shape
     rows = torch.arange(num_rows, device=chain.device).repeat_interleave(depth)
     probs = race_logprobs(logits.flatten(0, 1), positions.flatten(), sampling.at(rows)).view_as(logits)
-    own = chain.long()[..., None]
-    others = probs.scatter(2, own, -torch.inf).topk(min(MAX_CANDIDATES, vocab_size) - 1, dim=2)
-    total = probs.gather(2, own).nan_to_num(-torch.inf).cumsum(dim=1).cummin(dim=1).values
+    tokens = chain.long()[..., None]
+    others = probs.scatter(2, tokens, -torch.inf).topk(min(MAX_CANDIDATES, vocab_size) - 1, dim=2)
+    total = probs.gather(2, tokens).nan_to_num(-torch.inf).cumsum(dim=1).cummin(dim=1).values
     before = pad(total[:, :-1], (0, 0, 1, 0))
     survival = torch.cat((total, (before + others.values).nan_to_num(-torch.inf)), dim=2)
-    return torch.cat((own, others.indices), dim=2), survival
+    return torch.cat((tokens, others.indices), dim=2), survival
 
 
 def _merged(
-    tokens: torch.Tensor, survival: torch.Tensor, other_ids: torch.Tensor, its_survival: torch.Tensor
+    tokens: torch.Tensor, survival: torch.Tensor, other_ids: torch.Tensor, other_survival: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Survival [R, M] of candidates and, after them, another chain's tokens, whose parents [R, L] are told: what stands
-    in both at the end of the same line is one node, as likely as it is in either."""
+    """Survival [R, M] of the candidates and of another chain's tokens after them, and the parents [R, L] of these. A
+    token of both after the same tokens is one node, with the larger of its two probabilities."""
     (depth, width), length = tokens.shape[1:], other_ids.shape[1]
     steps = torch.arange(length, device=tokens.device)
     is_equal = tokens == other_ids[:, :depth, None]
     num_same = is_equal[..., 0].int().cumprod(dim=1).sum(dim=1, keepdim=True)
     is_twin = is_equal & (steps[:depth] <= num_same)[..., None]
-    survival = survival.maximum(its_survival[:, :depth, None].masked_fill(~is_twin, -torch.inf))
+    survival = survival.maximum(other_survival[:, :depth, None].masked_fill(~is_twin, -torch.inf))
     twins = steps[:depth] * width + is_twin.int().argmax(dim=2)
-    has_twin, twins = (pad(own, (0, length - depth)) for own in (is_twin.any(dim=2), twins))
+    has_twin, twins = (pad(part, (0, length - depth)) for part in (is_twin.any(dim=2), twins))
     nodes = torch.where(has_twin, twins, depth * width + steps)
-    alone = its_survival.masked_fill(has_twin, -torch.inf)
+    alone = other_survival.masked_fill(has_twin, -torch.inf)
     return torch.cat((survival.flatten(1), alone), dim=1), pad(nodes[:, :-1], (1, 0), value=-1)

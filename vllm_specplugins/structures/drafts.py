@@ -1,7 +1,7 @@
 """Drafts of a batch as arrays, and how two drafts are combined.
 
 The arrays are NumPy's on the host and torch's on the device, and the code is the same for both: nothing here waits for
-a device or branches on the values of an array. K: the most tokens of a draft.
+a device or branches on the values of an array. K: max tokens of a draft.
 """
 
 from typing import Any, NamedTuple

@@ -1,10 +1,10 @@
-"""Which parts of a fixed piece of memory are free: the first free span that is large enough is taken."""
+"""The free parts of a fixed piece of memory: the first free span that is large enough is taken."""
 
 from bisect import insort
 
 
 class SpanAllocator:
-    """Spans of a memory of `size` places, all of which are free.
+    """Spans of a memory of `size` places, which are all free at first.
 
     >>> spans = SpanAllocator(10)
     >>> spans.take(4), spans.take(4), spans.take(4)
@@ -14,15 +14,15 @@ class SpanAllocator:
     """
 
     def __init__(self, size: int):
-        self._free = [(0, size)]  # (start, end), in order, none beside another
+        self._free = [(0, size)]  # (start, end), in order, none adjacent to another
 
     @property
     def num_free(self) -> int:
-        """How many places are free, in one span or in several."""
+        """The free places, in one span or in several."""
         return sum(end - start for start, end in self._free)
 
     def take(self, size: int) -> int | None:
-        """Where a span of so many places begins that is nobody else's; None if there is none."""
+        """The start of a free span of this size, which is then taken; None if there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []

@@ -1,4 +1,4 @@
-"""Where drafts may be trees, refused before the engine loads anything; and the attention that they take."""
+"""The conditions of drafts that are trees, checked before the engine loads anything, and the attention for them."""
 
 from typing import Any
 
@@ -8,24 +8,24 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from vllm_specplugins.config import ConfigError, SpecConfig
 
-_NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # what v2/trees/attention.py is to vLLM, and what it extends
+_NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # vLLM's name for v2/trees/attention.py, and for its base
 
 
 def register() -> None:
-    """Where vLLM looks for that name, in this process."""
+    """Registers the attention backend in this process."""
     register_backend(AttentionBackendEnum[_NAME], "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend")
 
 
 def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
-    """Fields of EngineArgs that choose the attention of trees, where nothing but the one that it extends is asked for.
+    """Fields of EngineArgs that choose the attention of trees.
 
     Raises:
-        ConfigError: another one is.
+        ConfigError: the user asks for another backend than its base.
     """
     if not config.tree:
         return {}
     asked = [engine_args.attention_backend, getattr(engine_args.attention_config, "backend", None)]
-    names = [getattr(own, "name", own) for own in asked if own is not None]
+    names = [getattr(backend, "name", backend) for backend in asked if backend is not None]
     if others := sorted({str(name) for name in names} - {_NAME, _BASE}):
         raise ConfigError(
             f"{config.method}: attention_backend must be {_BASE} or left out with tree, not {others[0]!r}."
@@ -53,8 +53,8 @@ def check_trees(vllm_config: VllmConfig) -> None:
         "watermarks": vllm_config.watermark_config is not None,
         "several ranks or engines": parallel.world_size * parallel.data_parallel_size > 1,
     }
-    for kind, found in kinds.items():
-        if found:
+    for kind, is_present in kinds.items():
+        if is_present:
             raise ConfigError(
                 f"{method}: tree must be left out with {kind}: not verified exactly there, or never tried."
             )

@@ -53,7 +53,7 @@ class BuiltInDrafts:
         return self
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """For each row the drafts of the source before or its own, whichever gain more."""
+        """For each row the draft of the source before or of this one, whichever gains more."""
         assert prefix is not None
         drafts, gains = self.drafts(max_tokens), None
         if batch.rates:

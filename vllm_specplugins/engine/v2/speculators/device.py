@@ -2,7 +2,7 @@
 
 Nothing here waits. Matching, drafting, choosing, acceptance probabilities and counters are captured in one CUDA graph
 for each batch size and depth. Every rank of a tensor-parallel group draws the same noise, and so the same tokens. R:
-rows of the batch or of a graph, K: the most tokens of a draft.
+rows of the batch or of a graph, K: max tokens of a draft.
 """
 
 import time
@@ -138,24 +138,26 @@ class DeviceSpeculator(Speculator):
     def spares(self, input_batch: Any) -> bool:
         return self.outcomes.copies(input_batch.idx_mapping_np)
 
-    def rests(self, input_batch: Any, most: int) -> bool:
+    def rests(self, input_batch: Any, max_tokens: int) -> bool:
         """Whether nothing is drafted, as in the step before. A drafter of vLLM's has to see all tokens."""
-        rests = self.built_in is None and self.tally.rests(input_batch, most)
+        rests = self.built_in is None and self.tally.rests(input_batch, max_tokens)
         if rests:
             self.outcomes.rest()
         return rests
 
-    def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
+    def _draft_step(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
+    ) -> None:
         """Puts drafts into `draft_tokens`, and reports their lengths."""
         num_reqs = input_batch.num_reqs
         if self.lookups.late is not None:
-            self.lookups.late.step(most)
-        self._begin(num_reqs, most, input_batch.idx_mapping, num_sampled, num_rejected)
-        num_steps = 0 if self.built_in is None and self.spares(input_batch) else most
+            self.lookups.late.step(max_tokens)
+        self._begin(num_reqs, max_tokens, input_batch.idx_mapping, num_sampled, num_rejected)
+        num_steps = 0 if self.built_in is None and self.spares(input_batch) else max_tokens
         self._depth = next((depth for depth in self._depths if depth >= num_steps), self._depths[-1])
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
-            self._draft_eagerly(input_batch, edit, min(most, self._depth))
+            self._draft_eagerly(input_batch, edit, min(max_tokens, self._depth))
         self.report.tell(self.outcomes, input_batch, self.draft_tokens[:num_reqs])
 
     def _draft_eagerly(self, input_batch: Any, edit: Any, num_steps: int) -> None:
@@ -180,8 +182,8 @@ class DeviceSpeculator(Speculator):
         self._map_rows(num_reqs)
         self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn).target, self._depth)
 
-    def _begin(self, num_reqs: int, most: int, *sampled: torch.Tensor) -> None:
-        self.limits.begin(most)
+    def _begin(self, num_reqs: int, max_tokens: int, *sampled: torch.Tensor) -> None:
+        self.limits.begin(max_tokens)
         if self.built_in is not None and self.offer is None:
             self.built_in.begin(0)
         self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))

@@ -1,8 +1,7 @@
 """Model Runner V2: a proposer that reads tokens on the host, with the target's layers or without.
 
-It waits for the sampled tokens, one small copy a step, and knows what became of the last drafts. Under tensor
-parallelism rank 0 drafts for the others where the target has no part in it: a time-out on one rank cannot make the
-ranks verify different drafts.
+It waits for the sampled tokens, one small copy a step. Under tensor parallelism rank 0 drafts for the other ranks
+unless the target drafts: a time-out on one rank must not make the ranks verify different drafts.
 """
 
 import time
@@ -25,7 +24,7 @@ from vllm_specplugins.isolation.exchange import spread
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.structures.drafts import put_logits
 
-_NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
+_NO_TOKENS = view(np.zeros(1, np.int32))  # of rows without a history
 
 
 class HostSpeculator(Speculator):
@@ -34,7 +33,7 @@ class HostSpeculator(Speculator):
         self._requests: dict[str, Request] = {}
         self._offsets = torch.arange(-self.num_speculative_steps - 1, 0, device=device)
         self.report = DraftReport()
-        self.tally: Tally | None = None  # of what tokens were drawn from
+        self.tally: Tally | None = None  # of the logits that tokens were drawn from
         if self.draft_logits is not None:
             self.tally = Tally(self.max_num_reqs, self.num_speculative_steps, 0, device)
         self._drafted_at = 0.0  # when the last drafting ended
@@ -58,15 +57,12 @@ class HostSpeculator(Speculator):
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
-    def rests(self, input_batch: Any, most: int) -> bool:
-        """Never: what stays on the host sees every token."""
+    def rests(self, input_batch: Any, max_tokens: int) -> bool:
+        """Never: a proposer on the host sees every token."""
         return False
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
-        """A dummy run: costs in memory and time what drafting costs, and belongs to no request.
-
-        Without attention there is no KV cache yet.
-        """
+        """A dummy run, which takes the memory and time of drafting. Without attention there is no KV cache yet."""
         if not self.runs_target:
             return
         if self.tally is not None:
@@ -76,14 +72,16 @@ class HostSpeculator(Speculator):
         dummy_run = getattr(proposer, "dummy_run", proposer.propose)
         self._keep(dummy_run(self._batch_of(input_batch, attends=not skip_attn)))
 
-    def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
+    def _draft_step(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
+    ) -> None:
         group, drafts = get_tp_group(), self.draft_tokens[: input_batch.num_reqs]
         self.idx_mapping[: input_batch.num_reqs].copy_(input_batch.idx_mapping)
         if self.tally is not None:
             self.tally.begin(True)
         if self.runs_target or group.rank_in_group == 0:
             with gpu_sync_allowed():
-                draft = self._propose(input_batch, num_sampled, num_rejected, most)
+                draft = self._propose(input_batch, num_sampled, num_rejected, max_tokens)
                 self._keep(draft)
                 rows = [[-1] * self.num_speculative_steps] * input_batch.num_reqs
                 if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
@@ -96,8 +94,8 @@ class HostSpeculator(Speculator):
     def _read(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
     ) -> tuple[list[int], Int32Array, Int32Array]:
-        """Waits for the sampled tokens and appends them to the histories: rows that sampled one, and of each how many
-        drafts were accepted and rejected."""
+        """Waits for the sampled tokens and appends them to the histories. Returns the rows that sampled one, and for
+        each the number of draft tokens accepted and rejected."""
         slots, req_states = input_batch.idx_mapping.long(), self._req_states
         lengths = req_states.total_len.gpu[slots, None]
         newest = req_states.all_token_ids.gpu[slots[:, None], (lengths + self._offsets).clamp_(min=0)]
@@ -116,17 +114,19 @@ class HostSpeculator(Speculator):
                 request.extend(req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy())
         return rows, host[rows, 0] - 1, host[rows, 1]
 
-    def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> Draft:
+    def _propose(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
+    ) -> Draft:
         num_reqs, request_ids = input_batch.num_reqs, input_batch.req_ids
         rows, accepted, rejected = self._read(input_batch, num_sampled, num_rejected)
-        asked = list(range(num_reqs)) if self.runs_target else rows  # a step of the target is that of all
+        asked = list(range(num_reqs)) if self.runs_target else rows  # the target runs for all rows
         max_num_draft = np.zeros(num_reqs, np.int32)  # rows in the middle of their prompt want nothing
         token_ids: list[Int32Array] = [_NO_TOKENS] * num_reqs
         options: list[Any] = [{}] * num_reqs
         for row in rows:
             request = self._requests[request_ids[row]]
             token_ids[row], options[row] = request.token_ids, request.limits.options
-            max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, most)
+            max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, max_tokens)
         batch = replace(
             self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),
             request_ids=[request_ids[row] for row in asked],
@@ -135,24 +135,21 @@ class HostSpeculator(Speculator):
             max_num_draft=max_num_draft[asked],
             offer=None if self.offer is None else self.offer.of(asked),
         )
-        # After the offer, which was waited for: what the stage built into vLLM takes is part of the step's time.
+        # Read after the wait for the drafts of vLLM's drafter: its time is a part of the step's.
         step_ms = (time.perf_counter() - self._drafted_at) * 1000
         only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
-        told = [request_ids[row] for row in rows]
-        feedback = Feedback(told, accepted + rejected, accepted, step_ms if only_decoded else None)
+        ids = [request_ids[row] for row in rows]
+        feedback = Feedback(ids, accepted + rejected, accepted, step_ms if only_decoded else None)
         draft = self.barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs, draft.token_ids.shape[1])
 
     def _keep(self, draft: Draft) -> None:
-        """Copies a draft to where vLLM's verification looks for it.
-
-        A draft may be shorter than the scheduler has planned. After its end stand tokens that are verified like any
-        others, and certain: without a q of their own, what stands in that row is another step's, or nobody's.
-        """
+        """Copies a draft to where vLLM's verification looks for it. A draft may be shorter than the scheduler has
+        planned: vLLM also verifies the tokens after its end, which need a q, and have a one-hot one."""
         num_reqs, width = draft.token_ids.shape
         tokens, token_ids = self.draft_tokens[:num_reqs].zero_(), draft.token_ids  # vLLM 0.33 may have written -1
-        if isinstance(token_ids, np.ndarray):  # past the end of a draft anything may stand
+        if isinstance(token_ids, np.ndarray):  # tokens after a draft's end are arbitrary
             token_ids = np.where(np.arange(width) < draft.num_draft[:, None], token_ids, 0)
         tokens[:, :width] = torch.as_tensor(token_ids, device=self.device)
         if self.draft_logits is None:
