@@ -91,13 +91,6 @@ def test_time_is_counted_at_every_step() -> None:
     assert (model.ms, model.drafted) == (5.0, 0)
 
 
-def test_as_a_proposer() -> None:
-    config = parse_config({"method": "cascade", "stages": [MODEL, LOOKUP]})
-    stage = build_proposer(config, CONTEXT)._stages[0].proposer  # type: ignore[attr-defined]
-    assert drafts_of(stage.propose(batch_of([[1], [2]], [[7, 8, 9]] * 2, room=2))) == [[7, 8], [7, 8]]
-    assert stage.propose(batch_of([[1]], None)).num_draft.tolist() == [0]
-
-
 def test_its_own_chances_reach_the_gate() -> None:
     """Of every second request it is sure, and right; of the others neither. Fails if the gate goes by the place in the
     draft alone, or by another token's chance."""

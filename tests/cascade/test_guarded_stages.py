@@ -133,35 +133,41 @@ def test_other_ranks_are_told() -> None:
 
 def test_a_built_in_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exceptions stop, its slowness counts, and it is switched off and not run. Kills: each of these."""
-    barrier, times = barrier_of(cascade(BUILT_IN, LOOKUP)), [0.0, 1.0, 2.0, 3.0, 4.0, 65.0, 66.0, 127.0]
+    proposer = cascade(BUILT_IN, LOOKUP)
+    barrier, times = barrier_of(proposer), [0.0, 1.0, 2.0, 3.0, 4.0, 65.0, 66.0, 127.0]
+    assert proposer.built_in_guard is not None
+    call = proposer.built_in_guard.call_in_engine
     monkeypatch.setattr(guard, "time", SimpleNamespace(perf_counter=lambda: times.pop(0) if times else 127.0))
 
     def fails() -> Any:
         raise RuntimeError("out of memory")
 
-    assert barrier.call_built_in(lambda: 5, is_timed=True) == 5
-    assert barrier.call_built_in(fails, is_timed=True) is None
+    assert call(lambda: 5, is_timed=True) == 5
+    assert call(fails, is_timed=True) is None
     counters = barrier.totals().stages["0 draft_model"]
     assert counters.faults == {RAISED: 1}
-    assert barrier.call_built_in(lambda: 5, is_timed=False) == 5, "taking in prompts may last"
-    assert barrier.call_built_in(lambda: 5, is_timed=True) == 5, "late, but a draft"
+    assert call(lambda: 5, is_timed=False) == 5, "taking in prompts may last"
+    assert call(lambda: 5, is_timed=True) == 5, "late, but a draft"
     assert counters.faults == {RAISED: 1, SLOW: 1}
     for _ in range(MAX_FAULTS - 2):
-        assert barrier.call_built_in(fails, is_timed=True) is None
+        assert call(fails, is_timed=True) is None
     assert counters.switched_off
-    assert barrier.call_built_in(lambda: 5, is_timed=True) is None
+    assert call(lambda: 5, is_timed=True) is None
     assert step(barrier) == [3, 0], "the others draft"
 
 
 def test_a_built_in_stage_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for this one. Kills: a fault that is swallowed; a switching-off that one rank decides."""
-    barrier = barrier_of(cascade(BUILT_IN, LOOKUP, context=replace(CONTEXT, num_ranks=2, time_budget_ms=1)))
+    proposer = cascade(BUILT_IN, LOOKUP, context=replace(CONTEXT, num_ranks=2, time_budget_ms=1))
+    barrier = barrier_of(proposer)
+    assert proposer.built_in_guard is not None
+    call = proposer.built_in_guard.call_in_engine
     for _ in range(MAX_FAULTS):
-        assert barrier.call_built_in(lambda: time.sleep(0.01) or 5, is_timed=True) == 5
+        assert call(lambda: time.sleep(0.01) or 5, is_timed=True) == 5
     assert barrier.totals().stages["0 draft_model"].faults == {}
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit):
-        barrier.call_built_in(lambda: 1 / 0, is_timed=True)
+        call(lambda: 1 / 0, is_timed=True)
 
 
 class Unbuildable:

@@ -7,7 +7,7 @@ arrive with the batch, and with them the acceptance probabilities where it repor
 import numpy as np
 
 from vllm_specplugins.config import BuiltInConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Offer, Proposer, ProposerContext
+from vllm_specplugins.draft import DraftBatch, Offer, Proposer, ProposerContext
 from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, columns, of_stage
 
@@ -35,12 +35,6 @@ class BuiltIn(Proposer):
     def spared_ms(self) -> float:
         """The time that this step saved."""
         return 0.0 if self.is_needed else self.saved_ms
-
-    def propose(self, batch: DraftBatch) -> Draft:
-        """The engine's draft, as long as it is wanted."""
-        if batch.offer is None:
-            return Draft.empty(batch.num_reqs)
-        return Draft(batch.offer.token_ids, np.minimum(batch.max_num_draft, batch.offer.token_ids.shape[1]))
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
         """As Stage.draft; it continues a prefix only if its draft begins with it."""

@@ -2,22 +2,21 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from vllm_specplugins.counters import Counters, Forced, Histogram, RequestRates, StageCounters
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer
 from vllm_specplugins.isolation.exchange import checked_draft, draft_of_rows, for_proposer
 from vllm_specplugins.isolation.guard import Guard
 
 logger = logging.getLogger("vllm.specplugins")
 
 LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something to say
-T = TypeVar("T")
 
 
 class FaultBarrier:
@@ -99,16 +98,6 @@ class FaultBarrier:
             rows = np.flatnonzero(may_draft)
             draft = self.guard.call(batch, lambda: draft_of_rows(proposer, batch, rows, limits, *sizes))
         return Draft.empty(batch.num_reqs) if draft is None else draft
-
-    def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
-        """The drafts of a cascade's stage that the engine runs; None if it fails. See Guard."""
-        guard: Guard | None = getattr(self.proposer, "built_in_guard", None)
-        return guard.call_built_in(work, is_timed) if guard else work()
-
-    def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """See Cascade.needs_built_in."""
-        asks = getattr(self.proposer, "needs_built_in", None)
-        return asks is None or bool(asks(for_proposer(batch), num_accepted))
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
         """Counts the verification of one step, and the requests that only a grammar drafts for."""

@@ -163,7 +163,7 @@ class Guard:
             return None
         return outcome
 
-    def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
+    def call_in_engine(self, work: Callable[[], T], is_timed: bool) -> T | None:
         """`call` for a drafter that the engine runs, in a step of its budget.
 
         Args:

@@ -5,13 +5,14 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.draft import Offer
+from vllm_specplugins.draft import DraftBatch, Int32Array, Offer
 from vllm_specplugins.engine.frontend.spec_config import for_built_in
 from vllm_specplugins.engine.hooks import replaced
 
@@ -29,14 +30,14 @@ def narrowed() -> dict[str, Any]:
 
 
 class BuiltInDrafter:
-    """vLLM's drafter of a V1 runner.
+    """vLLM's drafter of a V1 runner, a stage of a cascade.
 
     V1 asks its drafters before the host knows the sampled tokens, and custom ones after that. The flag
     `disable_padded_drafter_batch` moves its drafters there, too; draft models refuse the flag, so no drafter sees it.
     """
 
-    def __init__(self, runner: Any):
-        self._runner = runner
+    def __init__(self, runner: Any, cascade: Any):
+        self._runner, self._cascade = runner, cascade
         self._num_tokens = runner.speculative_config.built_in_tokens
         self._config = runner.speculative_config
         kind = type(runner.drafter).__name__
@@ -47,7 +48,28 @@ class BuiltInDrafter:
         self._max_len = end if end < runner.max_model_len else None
         self._config.disable_padded_drafter_batch = True
 
-    def offer(
+    def draft(
+        self,
+        batch: DraftBatch,
+        num_accepted: Int32Array,
+        rows: Sequence[int],
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        *step: Any,
+    ) -> Offer | None:
+        """Its drafts for a batch of these rows; None if it fails, or a request of the batch is too long for it.
+
+        If they are not needed, a drafter that runs once for each draft token only takes in the step's tokens. `step`:
+        the arguments of `propose_draft_token_ids` after the sampled tokens.
+        """
+        max_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
+        has_prompt = scheduler_output.total_num_scheduled_tokens > max_decoded
+        is_needed = partial(self._cascade.needs_built_in, batch, num_accepted)
+        work = partial(self._draft, is_needed, rows, scheduler_output, sampled_token_ids, *step)
+        offer: Offer | None = self._cascade.built_in_guard.call_in_engine(work, is_timed=not has_prompt)
+        return offer
+
+    def _draft(
         self,
         is_needed: Callable[[], bool],
         rows: Sequence[int],
@@ -55,11 +77,6 @@ class BuiltInDrafter:
         sampled_token_ids: list[list[int]],
         *step: Any,
     ) -> Offer | None:
-        """Its drafts for these rows; None if a request of the batch is too long for it.
-
-        If they are not needed, a drafter that runs once for each draft token only takes in the step's tokens. `step`:
-        the arguments of `propose_draft_token_ids` after the sampled tokens.
-        """
         *tensors, common, slot_mappings = step
         if self._max_len is not None and common.max_seq_len + self._runner.num_spec_tokens > self._max_len:
             return None

@@ -92,7 +92,9 @@ class _Adapter:
         # A proposer on the host drafts on rank 0; the scheduler sends its drafts to all, and asks grammars itself.
         drafts_here = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
         self._drafts = drafts_here and methods != ["grammar"]
-        self._built_in = None if runner.speculative_config.built_in is None else built_in.BuiltInDrafter(runner)
+        self._built_in = None
+        if runner.speculative_config.built_in is not None:
+            self._built_in = built_in.BuiltInDrafter(runner, barrier.proposer)
         self._learner = learner_of(barrier.proposer)
         self._readings = None if self._learner is None else Readings(runner, self._learner)
         self._requests: dict[str, _Request] = {}
@@ -180,12 +182,7 @@ class _Adapter:
         )
         offer = None
         if self._built_in is not None:
-            max_decoded = len(input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
-            is_needed = partial(self._barrier.needs_built_in, batch, num_accepted)
-            offer = self._barrier.call_built_in(
-                partial(self._built_in.offer, is_needed, rows, scheduler_output, sampled_token_ids, *step),
-                is_timed=scheduler_output.total_num_scheduled_tokens <= max_decoded,  # without a prompt
-            )
+            offer = self._built_in.draft(batch, num_accepted, rows, scheduler_output, sampled_token_ids, *step)
         feedback = self._feedback(request_ids, num_accepted, scheduler_output)
         drafts = [
             NEVER if self._forces and self._is_forced_and_alone(row) else [] for row in range(len(sampled_token_ids))

@@ -253,7 +253,8 @@ class _Engine:
         self, barrier: FaultBarrier, drafter: Drafter, batch: DraftBatch, feedback: Feedback
     ) -> tuple[DraftBatch, Feedback]:
         """Batch and feedback after the drafter has run, as in an engine; its time is a part of the step."""
-        is_needed = barrier.needs_built_in(batch, feedback.num_accepted)
+        asks = getattr(barrier.proposer, "needs_built_in", None)  # not of a rival
+        is_needed = asks is None or asks(batch, feedback.num_accepted)
         self._drafter_ms = drafter.step_ms(batch.num_reqs, is_needed)
         token_ids = drafter.draft(self._traffic, batch.request_ids, batch.token_ids)
         offer = Offer(token_ids[:, : None if is_needed else 0], self._drafter_ms)

@@ -183,7 +183,8 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
             ours.offer = theirs_now()
         else:
             takes_in_prompts = input_batch.num_tokens > input_batch.num_reqs * (1 + theirs.num_speculative_steps)
-            ours.offer = ours.barrier.call_built_in(theirs_now, is_timed=not takes_in_prompts)
+            guard = ours.barrier.proposer.built_in_guard
+            ours.offer = guard.call_in_engine(theirs_now, is_timed=not takes_in_prompts)
         result: torch.Tensor = ours.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
         return result
 
