@@ -7,7 +7,8 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, LearnConfig
+from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig
+from vllm_specplugins.config.learn import LearnConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
 
 SHARED = "See `early_exit`."  # the meaning of a field that several methods have

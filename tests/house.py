@@ -51,8 +51,15 @@ FEATURES = {
         8,
     ),
     "learning": Feature(
-        r"\b(learn|learner|learning|distillation|promotion)\b",
-        ("vllm_specplugins/proposers/learning/", "vllm_specplugins/learning/", "vllm_specplugins/tools/training"),
+        r"\b(learn|learner|learning(?![ -]rate)|distillation|promotion)\b",
+        (
+            "vllm_specplugins/config/learn",
+            "vllm_specplugins/engine/learning",
+            "vllm_specplugins/engine/v1/learning",
+            "vllm_specplugins/engine/v2/learning",
+            "vllm_specplugins/proposers/learning/",
+            "vllm_specplugins/tools/training",
+        ),
         6,
     ),
     "grammar": Feature(r"\bgrammars?\b", ("vllm_specplugins/engine/grammar/", "vllm_specplugins/proposers/grammar"), 6),

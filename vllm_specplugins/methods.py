@@ -144,13 +144,7 @@ def enters_states(config: SpecConfig) -> bool:
 
 def has_tenants(config: SpecConfig) -> bool:
     """Whether a part drafts from, or learns from, earlier requests of a tenant."""
-    return any(row.has_tenants for row, _ in drafters(config)) or learns(config)
-
-
-def learns(config: SpecConfig) -> bool:
-    """Whether a part learns while it serves."""
-    parts = [method_config for row, method_config in drafters(config) if row.runs_target]
-    return any(getattr(part, "learn", None) is not None for part in parts)
+    return any(row.has_tenants or getattr(part, "is_trained", False) for row, part in drafters(config))
 
 
 def drafts_late(config: SpecConfig) -> bool:

@@ -109,7 +109,7 @@ class Engine:
         from vllm import LLM
         from vllm.v1.attention.backends import registry
 
-        from vllm_specplugins.engine.v2.feedback.readings import Readings
+        from vllm_specplugins.engine.v2.learning import Readings
 
         # Of numbers that no kernel has computed, by another thread.
         Readings._reading = lambda *arguments: None  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from conftest import FEW, RUNNER, counted, spec_metrics
 from recorded import runner
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators import late
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -85,14 +86,8 @@ class Steps:
             self.states.all_token_ids.gpu[slot, start : start + num] = torch.from_numpy(rows[-1])
             self.states.total_len.gpu[slot] += num
         self.on_their_way.append(arrived)
-        self.late.note(
-            SimpleNamespace(
-                model_runner_output=SimpleNamespace(req_ids=list(names)),
-                copy_event=SimpleNamespace(query=lambda: arrived[0]),
-                sampled_token_ids=np.array(rows),
-                num_sampled_tokens_np=np.full(len(names), num),
-            )
-        )
+        event: Any = SimpleNamespace(query=lambda: arrived[0])
+        self.late.note(SampledTokens(list(names), event, np.array(rows), np.full(len(names), num, np.int32)))
 
     def step(self, most: int = K) -> None:
         """Asks, and waits until the proposer is done with it."""

@@ -21,7 +21,7 @@ from vllm_specplugins.tools.base_model import BaseModel
 def all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a test has it read."""
     if RUNNER == "v1":
-        monkeypatch.setattr("vllm_specplugins.engine.v1.readings._MAX_UNREAD", 100_000)
+        monkeypatch.setattr("vllm_specplugins.engine.v1.learning._MAX_UNREAD", 100_000)
 
 
 def rounds(llm: Any, prompts: Any, num: int) -> Learner:

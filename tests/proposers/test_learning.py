@@ -15,30 +15,29 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplugins.config import ConfigError, LearnConfig
-from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.methods import learns
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config.learn import LearnConfig
+from vllm_specplugins.methods import has_tenants
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads
 from vllm_specplugins.proposers.learning import learner as learner_module
 from vllm_specplugins.proposers.learning import trainer
-from vllm_specplugins.proposers.learning.exits import ExitStates
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.pace import Pace, Stopped
 from vllm_specplugins.proposers.learning.promotion import Comparison
 from vllm_specplugins.proposers.learning.served import ServedEnd
 from vllm_specplugins.proposers.learning.trainer import Trainer
-from vllm_specplugins.proposers.learning.windows import LENGTH, Window, Windows
+from vllm_specplugins.proposers.learning.windows import LENGTH, ExitStates, Window, Windows
 from vllm_specplugins.target import Reading
 
 HIDDEN, VOCAB, K = 16, 12, 3
 SMALL = 16 * LENGTH * HIDDEN * 4  # bytes of 16 windows
 
 
-def windows(max_bytes: int = SMALL, shortest: int = 2) -> Windows:
-    return Windows(max_bytes, HIDDEN, "cpu", torch.float32, shortest)
+def windows(max_bytes: int = SMALL, min_length: int = 2) -> Windows:
+    return Windows(max_bytes, HIDDEN, "cpu", torch.float32, min_length)
 
 
 def sampled(kept: Windows) -> dict[bool, list[Window]]:
@@ -59,7 +58,7 @@ def reading(places: dict[str, list[int]], gone: Sequence[str] = (), **options: d
 
 def test_windows_hold_what_was_read() -> None:
     """Kills: a place that is written over, a request's window that goes on after a gap, one of the next request's."""
-    kept = windows(1 << 20, shortest=5)
+    kept = windows(1 << 20, min_length=5)
     for start in range(0, 90, 3):
         kept.add(reading({"r1": [start, start + 1, start + 2], "r2": [start // 3]}))
     kept.add(reading({"r1": [200]}))  # it was preempted, and came back with more
@@ -78,7 +77,7 @@ def test_windows_hold_what_was_read() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e38])
 def test_states_that_nobody_can_train_on(value: float) -> None:
     """A state with one such number ends its window. Fails if a number that makes the weights NaN gets into a window."""
-    kept, read = windows(shortest=1), reading({"r1": list(range(9))})
+    kept, read = windows(min_length=1), reading({"r1": list(range(9))})
     states = read.states.clone()
     states[4, 7] = value
     kept.add(dataclasses.replace(read, states=states))
@@ -315,9 +314,6 @@ def test_a_flood_does_not_cost_others(shift: int | None, tenant: bytes) -> None:
     assert taught.trainer.counts["candidates"] == 6 and serving >= loaded - 0.05
 
 
-CONTEXT = ProposerContext(VOCAB, 64, 8, K, lambda text: [])
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Learner]:
     """A learner of a jump in a folder, and the thread that would train does not begin."""
@@ -325,16 +321,15 @@ def make(tmp_path: Path) -> Callable[..., Learner]:
 
     def made(**config: Any) -> Learner:
         part = JumpHead.load(tmp_path / "head")
-        learner = Learner(part, LearnConfig(**config), CONTEXT, str(tmp_path / "head"), HIDDEN)
+        learner = Learner(part, LearnConfig(**config), str(tmp_path / "head"), served_end(), K)
         learner._thread = threading.Thread(target=lambda: None)
-        learner.begin(served_end(), tuple)
+        learner.begin(tuple)
         return learner
 
     return made
 
 
 def promote(learner: Learner, scale: float) -> JumpHead:
-    assert learner.trainer is not None
     part, learner.trainer.lengths = jump_head(scale), {"loaded": 1.0, "serving": 2.0}
     learner.trainer.serving = part
     learner._promote(part)
@@ -368,7 +363,6 @@ def test_saved_and_gone_on_from(make: Callable[..., Learner], tmp_path: Path) ->
     assert "1.000 as it was, 2.000 now" in (folder / "README.md").read_text()
     again = make(path=str(folder))
     assert all(map(torch.equal, again._part.parameters(), first.parameters()))
-    assert again.trainer is not None
     assert not torch.equal(again.trainer._loaded.mix.weight, first.mix.weight), "which a roll back goes to"
 
 
@@ -461,7 +455,6 @@ def test_what_fails_ends_the_learning_alone(
     """Kills: an exception of ours in the engine's thread, or in every round of the other."""
     monkeypatch.setattr(learner_module.logger, "propagate", True)
     learner = make()
-    assert learner.trainer is not None
     monkeypatch.setattr(learner.trainer, "round", lambda: 1 / 0)
     learner._run()
     assert "Learning ends (ZeroDivisionError" in caplog.text
@@ -473,11 +466,11 @@ def test_configuration() -> None:
     """One sentence each. Kills: a wrong field that is passed over; false that learns."""
     raw = {"method": "jump", "head": "x"}
     assert parse_config({**raw, "learn": {"busy_share": 0.2}}).method_config.learn == LearnConfig(busy_share=0.2)
-    assert not learns(parse_config({**raw, "learn": False})) and not learns(parse_config(raw))
+    assert not has_tenants(parse_config({**raw, "learn": False})) and not has_tenants(parse_config(raw))
     for own in (raw, {"method": "medusa", "heads": "x"}, {"method": "early_exit", "exit_layer": 1}):
         stages = [{"method": "prompt_lookup"}, {**own, "learn": True}]
-        assert learns(parse_config({**own, "learn": True}))
-        assert learns(parse_config({"method": "cascade", "num_speculative_tokens": 2, "stages": stages}))
+        assert has_tenants(parse_config({**own, "learn": True}))
+        assert has_tenants(parse_config({"method": "cascade", "num_speculative_tokens": 2, "stages": stages}))
     with pytest.raises(ConfigError, match=r"^jump: learn must be true, false or a dictionary, not 'yes'\.$"):
         parse_config({**raw, "learn": "yes"})
     with pytest.raises(ConfigError, match=r"^jump: learn: busy_share must be a number from 0.001 to 1, not 2\.$"):

@@ -17,11 +17,11 @@ import torch
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.parsing import parse_config
-from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, jump_guesser, walk
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig, check_look_ahead
 from vllm_specplugins.proposers.heads.trained import CONFIG_FILE
+from vllm_specplugins.proposers.learning.distillation import Guess, Guesser, jump_guesser, walk
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import save_whole

@@ -9,11 +9,11 @@ from transformers import LlamaForCausalLM
 from widen import widen, widened_config
 from widen_parts import widen_part
 
-from vllm_specplugins.proposers.heads.distillation import Guesser, jump_guesser
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead
 from vllm_specplugins.proposers.heads.trained import CONFIG_FILE, TrainedPart
+from vllm_specplugins.proposers.learning.distillation import Guesser, jump_guesser
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.training.kinds import exit_guesser, look_ahead_guesser
 

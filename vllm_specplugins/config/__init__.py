@@ -12,7 +12,6 @@ from vllm_specplugins.config.fields import (
     integer,
     is_integer,
 )
-from vllm_specplugins.config.learn import LearnConfig
 from vllm_specplugins.config.proposers import (
     BUILT_IN_SETTINGS,
     MAX_STAGES,

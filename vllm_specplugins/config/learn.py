@@ -1,4 +1,4 @@
-"""How a trained part goes on learning while it serves: what the field `learn` of a method may be."""
+"""The field `learn` of a method: how a trained part goes on learning while it serves."""
 
 from dataclasses import dataclass, fields
 from typing import Any

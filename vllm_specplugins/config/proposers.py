@@ -111,8 +111,17 @@ class SuffixLookupConfig:
             raise ConfigError("suffix_lookup: shared needs the package redis: pip install 'vllm-specplugins[shared]'.")
 
 
+class _Trainable:
+    __slots__ = ()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the trained part goes on learning while it serves."""
+        return getattr(self, "learn", None) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyExitConfig:
+class EarlyExitConfig(_Trainable):
     """`early_exit`: drafts with the target's first layers, its final norm and its head.
 
     Args:
@@ -139,7 +148,7 @@ class EarlyExitConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JumpConfig:
+class JumpConfig(_Trainable):
     """`jump`: predicts the target's final hidden state with a trained part; the target's head decodes it. (Or the input
     of the last layers, which then run.)
 
@@ -157,7 +166,7 @@ class JumpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaConfig:
+class MedusaConfig(_Trainable):
     """`medusa`: drafts one token per trained head from the target's last hidden state, in one pass.
 
     Args:

@@ -19,7 +19,6 @@ from vllm_specplugins.config import chain_length
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
-from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.tree import Tree, grow
 from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, columns, nothing
@@ -89,28 +88,29 @@ class ModelProposer(Proposer):
     """Drafts with a part of the target and keeps no state of a request.
 
     Args:
-        config: has `draft_sample_method`.
+        config: has `draft_sample_method` and `is_trained`.
     """
 
     continues_drafts = False  # whether it can be fed tokens; otherwise it needs the target's last state
 
     def __init__(self, config: Any, context: ProposerContext):
-        self.max_num_draft = context.max_num_draft
+        self.config, self.max_num_draft = config, context.max_num_draft
         method = config.draft_sample_method
         self.is_greedy, self.is_coupled = method == "greedy", method == "coupled"
         self.is_one_hot = self.is_greedy or self.is_coupled
         self.set_max_model_len(context.max_model_len)
         self.head: Any = None  # a trained one; None: the target's
-        self.learner: Learner | None = None
+        self.part: Any = None  # the trained part
+        self.training: Any = None  # trains the part while it serves; the engine sets it
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Tokens that would stand past the longest request's end are fed at its last position."""
         self.max_position = max_model_len - 1
 
     def close(self) -> None:
-        """Saves what was learned."""
-        if self.learner is not None:
-            self.learner.close()
+        """Ends the training of the part, if any, and saves the weights."""
+        if self.training is not None:
+            self.training.close()
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens; a request near the end of its context gets fewer."""

@@ -16,13 +16,11 @@ from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Prefix, Steps
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
-from vllm_specplugins.proposers.learning.exits import ExitStates
-from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
 
 
 class EarlyExit(ModelProposer):
-    _learned: ExitStates | None = None  # the states of the last draft, for a head that learns
+    watch: Any = None  # its `put` gets the tokens of each step, their positions and states; the engine sets it
     _ahead: LookAhead | None = None
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
@@ -32,12 +30,7 @@ class EarlyExit(ModelProposer):
             self._ahead = LookAhead.load(config.look_ahead, context.device, dtype)
         self.continues_drafts = self._ahead is None
         if config.exit_head is not None:
-            self.head = ExitHead.load(config.exit_head, context.device, context.dtype)
-        if config.learn is not None:
-            assert config.exit_head is not None
-            size = self.head.config.hidden_size
-            self._learned = ExitStates(context.max_num_reqs, context.max_num_draft, size, context.device, dtype)
-            self.learner = Learner(self.head, config.learn, context, config.exit_head, size, self._learned)
+            self.part = self.head = ExitHead.load(config.exit_head, context.device, context.dtype)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """See ModelProposer.dummy_run; in a cascade it is fed drafts of others."""
@@ -75,8 +68,8 @@ class EarlyExit(ModelProposer):
     ) -> torch.Tensor:
         """See ModelProposer.run_layers."""
         states = self._states(target, token_ids, positions)
-        if self._learned is not None:
-            self._learned.put(step, token_ids, positions, states)
+        if self.watch is not None:
+            self.watch.put(step, token_ids, positions, states)
         return states
 
     def _states(self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -118,9 +111,6 @@ def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
             f"early_exit: exit_layer must be an integer from 1 to {sizes.num_layers}, the layers of this model, "
             f"not {config.exit_layer}."
         )
-    may_learn = config.exit_head is not None and not config.one_pass and config.exit_layer < sizes.num_layers
-    if config.learn is not None and not may_learn:
-        raise ConfigError("early_exit: learn must be false without exit_head, with look_ahead or all layers, not true.")
     made_for = {"exit_layer": config.exit_layer, "hidden_size": sizes.hidden_size}
     if config.exit_head is not None:
         ExitHead.check(config.exit_head, **made_for, vocab_size=sizes.vocab_size)

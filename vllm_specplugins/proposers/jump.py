@@ -10,42 +10,33 @@ and verification overwrites them, so there is no second cache to fill and nothin
 
 import torch
 
-from vllm_specplugins.config import ConfigError, JumpConfig
+from vllm_specplugins.config import JumpConfig
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, check_jump
-from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
 
 
 class Jump(ModelProposer):
     def __init__(self, config: JumpConfig, context: ProposerContext):
         super().__init__(config, context)
-        self._jump = JumpHead.load(config.head, context.device, context.dtype or torch.float32)
-        if config.learn is not None:
-            size = self._jump.config.hidden_size
-            self.learner = Learner(self._jump, config.learn, context, config.head, size)
+        self.part = JumpHead.load(config.head, context.device, context.dtype or torch.float32)
 
     def run_layers(
         self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
         """See ModelProposer.run_layers: one jump."""
-        config, forward = self._jump.config, target.forward
+        config, forward = self.part.config, target.forward
         if config.early_layers:
             early = forward.hidden_states(config.early_layers, token_ids, positions, normed=False)
         else:
             early = forward.embeddings(token_ids)
         late: torch.Tensor = forward.hidden_states_of(
-            config.late_layer, config.num_layers, self._jump.states(early, states), positions
+            config.late_layer, config.num_layers, self.part.states(early, states), positions
         )
         return late
 
 
 def check(config: JumpConfig, sizes: TargetSizes) -> None:
     """Raises ConfigError unless the part is made for the target."""
-    head = check_jump(config.head, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)
-    if config.learn is not None and (head.early_layers, head.late_layer) != (0, head.num_layers):
-        raise ConfigError(
-            "jump: learn must be false for a head with which layers run, not true: early_layers is "
-            f"{head.early_layers}, and late_layer {head.late_layer} of {head.num_layers} ({config.head})."
-        )
+    check_jump(config.head, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)

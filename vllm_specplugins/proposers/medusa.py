@@ -15,7 +15,6 @@ from vllm_specplugins.config import MedusaConfig, chain_length
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer
 from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa, num_heads
-from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
 
 
@@ -25,10 +24,7 @@ class Medusa(ModelProposer):
         # A stage may have fewer heads than a cascade drafts tokens.
         self._num_heads = min(_num_wanted(config, context.max_num_draft), num_heads(config.heads))
         dtype = context.dtype or torch.float32
-        self._heads = MedusaHeads.load(config.heads, self._num_heads, context.vocab_size, context.device, dtype)
-        if config.learn is not None:
-            size, context = self._heads.layers[0].shape[-1], replace(context, max_num_draft=self._num_heads)
-            self.learner = Learner(self._heads, config.learn, context, config.heads, size)
+        self.part = MedusaHeads.load(config.heads, self._num_heads, context.vocab_size, context.device, dtype)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """See ModelProposer.dummy_run."""
@@ -36,7 +32,7 @@ class Medusa(ModelProposer):
 
     def one_pass(self, target: Target, num_steps: int) -> Sequence[torch.Tensor]:
         """See ModelProposer.one_pass."""
-        return tuple(self._heads.logits(target.last_hidden_states, num_steps, target.forward.logits))
+        return tuple(self.part.logits(target.last_hidden_states, num_steps, target.forward.logits))
 
 
 def _num_wanted(config: MedusaConfig, max_num_draft: int) -> int:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from vllm_specplugins.config import ConfigError, brief, error_text
-from vllm_specplugins.proposers.heads.distillation import Run, effective_norm_weight
+from vllm_specplugins.proposers.heads.norm import effective_norm_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,9 @@ class BaseModel:
             for row in rows.tolist()
         ]
 
-    def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> Run:
+    def passes(
+        self, first: int, num_tokens: int, end: int | None = None, normed: bool = True
+    ) -> Callable[..., torch.Tensor]:
         """A function that runs the layers [first, end), or all from there on, over a row, once for each draft token.
 
         It maps states [T, H] before the layers to those after them: first of the text, step 0, then of the tokens that

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.proposers.heads.distillation import exit_guesser
+from vllm_specplugins.proposers.learning.distillation import exit_guesser
 from vllm_specplugins.tools.base_model import BaseModel, load_config, load_tokenizer
 from vllm_specplugins.tools.bench.command import measure, num_prompts
 from vllm_specplugins.tools.bench.report import tell

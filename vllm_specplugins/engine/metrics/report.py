@@ -164,8 +164,8 @@ class Reporter:
             if is_ours(stage, "exchange_stats"):
                 for what, count in stage.exchange_stats().items():
                     yield key("exchanges", name, what), count
-            for what, count in stage.learner.counts().items() if _learns(stage) else ():
-                yield key("learned", name, what), count
+            for label, count in stage.training.counts().items() if _is_trained(stage) else ():
+                yield key("learned", name, label), count
 
     def _sizes(self) -> Iterator[tuple[str, float]]:
         """Yields the gauges of our stages and of a step; never calls a user's code."""
@@ -178,9 +178,9 @@ class Reporter:
                 stored = stage.store_stats()
                 yield key("stored_outputs", name), stored["texts"]
                 yield key("stored_tokens", name), stored["tokens"]
-            if _learns(stage):
-                yield key("store_bytes", name), float(stage.learner.num_bytes)
-                for weights, length in stage.learner.lengths().items():
+            if _is_trained(stage):
+                yield key("store_bytes", name), float(stage.training.num_bytes)
+                for weights, length in stage.training.lengths().items():
                     yield key("learned_length", name, weights), length
 
 
@@ -195,5 +195,5 @@ def is_ours(stage: Any, method: str) -> bool:
     return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")
 
 
-def _learns(stage: Any) -> bool:
-    return is_ours(stage, "learner") and stage.learner is not None
+def _is_trained(stage: Any) -> bool:
+    return is_ours(stage, "training") and stage.training is not None

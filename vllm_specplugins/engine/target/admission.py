@@ -2,10 +2,11 @@
 
 from vllm.config import ModelConfig, VllmConfig
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig
+from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.target.model_source import kinds_of_state, may_be_cut, uncuttable
-from vllm_specplugins.methods import drafters, learns
+from vllm_specplugins.methods import drafters
+from vllm_specplugins.proposers.learning.admission import check_learning
 from vllm_specplugins.target import TargetSizes
 
 
@@ -30,23 +31,6 @@ def _module_of(model: ModelConfig) -> str:
     return str(getattr(model.registry.models.get(model.architecture), "module_name", ""))
 
 
-def check_learning(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raises ConfigError where no part can learn while serving."""
-    cases = {
-        "with tree": bool(config.tree),
-        f"where tensor_parallel_size is {vllm_config.parallel_config.tensor_parallel_size}": (
-            vllm_config.parallel_config.tensor_parallel_size > 1
-        ),
-        "where enable_lora is True": vllm_config.lora_config is not None,
-        "of an exit in a cascade": any(
-            isinstance(part.method_config, EarlyExitConfig) and part.method_config.learn for part in config.stages
-        ),
-    }
-    for case, applies in cases.items():
-        if applies and learns(config):
-            raise ConfigError(f"{config.method}: learn must be false {case}, not true.")
-
-
 def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raises ConfigError for a target whose layers a proposer of ours cannot run."""
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
@@ -65,7 +49,6 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if vllm_config.lora_config is not None and not all(row.knows_adapters for row, _ in rows):
         raise ConfigError(f"{method}: enable_lora must be false, not True: the heads know the model without adapters.")
-    check_learning(vllm_config, config)
     kinds = {
         "a hybrid or state-space model": has_state(model),
         "a multimodal model": model.is_multimodal_model or model.uses_mrope,
@@ -81,3 +64,4 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         if row.check is not None:
             num_draft = getattr(part, "num_speculative_tokens", None) or config.length
             import_object(row.check)(method_config, TargetSizes(*sizes, num_draft))
+    check_learning(config, sizes[0], parallel.tensor_parallel_size, vllm_config.lora_config is not None)

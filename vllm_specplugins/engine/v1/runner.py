@@ -22,17 +22,15 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.grammar.output import NEVER, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.request_limits import RequestLimits
-from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
 from vllm_specplugins.engine.v1.edits import edit_of_drafts
-from vllm_specplugins.engine.v1.readings import Readings
+from vllm_specplugins.engine.v1.learning import Readings
 from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.proposers.learning.learner import learner_of
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Target
 
@@ -95,8 +93,7 @@ class _Adapter:
         self._built_in = None
         if runner.speculative_config.built_in is not None:
             self._built_in = built_in.BuiltInDrafter(runner, barrier.proposer)
-        self._learner = learner_of(barrier.proposer)
-        self._readings = None if self._learner is None else Readings(runner, self._learner)
+        self._readings: Readings | None = None
         self._requests: dict[str, _Request] = {}
         # Draws seeds for requests without one, in the order of their arrival: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
@@ -113,8 +110,7 @@ class _Adapter:
     def load_model(self, target: Any) -> None:
         """V1 calls this on its drafter when the target is loaded."""
         self.first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
-        if self._learner is not None and self._readings is not None:
-            self._learner.begin(served_end(target, self._runner.model_config), self._readings.take)
+        self._readings = Readings.of(self._runner, self._barrier.proposer, target)
 
     def compile_exits(self, *args: Any, **kwargs: Any) -> None:
         """Follows vLLM's compilation of the target, with its signature."""
@@ -128,7 +124,7 @@ class _Adapter:
         if gone:
             self._barrier.forget(sorted(gone))
             if self._readings is not None:
-                self._readings.forget(sorted(gone))
+                self._readings.forget(gone)
             for request_id in gone:
                 self._requests.pop(request_id, None)
         result = update(scheduler_output)
@@ -190,10 +186,8 @@ class _Adapter:
         if not self._drafts:
             self._barrier.count(feedback, len(rows))
             return drafts
-        if self._readings is not None:
-            if rows:
-                self._readings.step(rows, num_tokens, num_accepted, batch.options, step[1], step[-2])
-            self._readings.begin_draft(request_ids)
+        if self._readings is not None and rows:
+            self._readings.on_step(batch, rows, num_tokens, num_accepted, step[1], step[-2])
         batch = replace(batch, target=self._target(rows, num_tokens, requests, *step), offer=offer)
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()

@@ -22,8 +22,9 @@ from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.frontend.trees import register
 from vllm_specplugins.engine.grammar.output import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
-from vllm_specplugins.engine.v2 import memory
+from vllm_specplugins.engine.v2 import learning, memory
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
+from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
@@ -109,6 +110,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if runner.lora_config is not None:
         map_all_logits(runner)
     if speculator.runs_target:
+        learning.attach(runner, speculator)
         if runner.lora_config is not None:
             speculator.adapters_of = partial(adapters_of, runner)
         speculator.sampling_states = lambda: runner.sampler.sampling_states
@@ -141,7 +143,7 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
     if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
         if speculator.readings is not None:
             ends = step.input_batch.query_start_loc[1 : step.input_batch.num_reqs + 1]
-            speculator.readings.keep(step.input_batch, step.hidden_states, ends - 1)
+            speculator.readings.on_step(step.input_batch, step.hidden_states, ends - 1)
         with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
             return _noted(speculator, sample(grammar_output))
     output = _noted(speculator, sample(grammar_output))
@@ -156,7 +158,7 @@ def _noted(speculator: Any, output: Any) -> Any:
     """A step's output, of which a proposer that drafts late shall see the tokens, and a part that learns."""
     for watcher in (speculator.barrier.late, speculator.readings):
         if watcher is not None and hasattr(output, "model_runner_output"):
-            watcher.note(output)
+            watcher.note(SampledTokens.of(output))
     return output
 
 

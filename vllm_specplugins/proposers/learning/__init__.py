@@ -1,7 +1,7 @@
-"""Parts that get better while they serve: what the target verifies is their training data.
+"""Trains parts on what the target verifies while the engine serves (Liu et al. 2023, "Online Speculative Decoding").
 
-Liu et al. 2023, "Online Speculative Decoding". A thread of the learner's own (`learner.py`) takes what the engine read
-(`windows.py`), trains a copy of the part (`trainer.py`) in a share of the time (`pace.py`), and promotes it only if it
-is better on held-out windows (`promotion.py`). The engine's thread copies what was promoted into the serving part,
-between two steps. Drafts alone depend on any of it: outputs do not.
+The engine's adapters (`engine/v1/learning.py`, `engine/v2/learning.py`) make a `target.Reading` of each step. The
+learner's thread (`learner.py`) enters readings in windows (`windows.py`), trains a copy of the part (`trainer.py`) in a
+share of the time (`pace.py`) and promotes the copy if it is better on held-out windows (`promotion.py`). The engine's
+thread copies promoted weights between two steps. Only drafts depend on the weights: outputs do not.
 """

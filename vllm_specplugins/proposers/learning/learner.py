@@ -1,7 +1,6 @@
-"""Between the engine and the trainer of one part: takes what was read, hands over new weights, saves what serves.
+"""Connects the engine with the trainer of one part: takes readings, hands over new weights, saves the serving ones.
 
-What the engine's thread calls is `step` and `close`; the former never waits. What fails ends the learning, not the
-drafts.
+The engine's thread calls `step`, which never waits, and `close`. A failure ends the learning and leaves the drafts.
 """
 
 import logging
@@ -11,26 +10,24 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import torch
 
-from vllm_specplugins.config import ConfigError, LearnConfig, error_text
-from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.proposers.learning.exits import ExitStates
+from vllm_specplugins.config import ConfigError, error_text
+from vllm_specplugins.config.learn import LearnConfig
 from vllm_specplugins.proposers.learning.pace import Pace, Stopped
 from vllm_specplugins.proposers.learning.served import ServedEnd
 from vllm_specplugins.proposers.learning.trainer import Part, Trainer, copied
-from vllm_specplugins.proposers.learning.windows import Windows
+from vllm_specplugins.proposers.learning.windows import ExitStates, Windows
 from vllm_specplugins.structures.whole_file import SavedFolder
 from vllm_specplugins.target import Reading
 
 logger = logging.getLogger("vllm.specplugins")
 
-MOST_DRAFT = 4  # draft tokens that are trained and tested, of K
-NICENESS = 5  # of the thread, where the system knows such a thing
-GRACE_S = 3.0  # for a last save: vLLM gives a worker 5 s
-RECENT = 0.001  # a step's part of the measured acceptance length
+MAX_DRAFT = 4  # draft tokens that are trained and tested, of K
+NICENESS = 5  # of the thread, where the system knows it
+GRACE_S = 3.0  # for the last save: vLLM gives a worker 5 s
+RECENT = 0.001  # weight of a request's step in the measured acceptance length
 CARD = """\
 # A head that learned from traffic
 
@@ -47,72 +44,68 @@ class Learner:
     """See the module.
 
     Args:
-        part: that serves; its weights are written to before steps.
-        source: the folder that it came from.
-        hidden_size: of the target.
-        exits: what an exit reads, which is then kept beside what the target does.
+        part: the serving part; its weights change between steps.
+        source: the folder of the part.
+        end: of the target.
+        num_draft: K.
+        exits: the states that an exit has read; windows then hold them beside the target's.
     """
 
     def __init__(
         self,
         part: Part,
         config: LearnConfig,
-        context: ProposerContext,
         source: str,
-        hidden_size: int,
+        end: ServedEnd,
+        num_draft: int,
         exits: ExitStates | None = None,
     ):
         self._part, self._config, self._source, self.exits = part, config, source, exits
-        self._dtype = context.dtype or torch.float32
-        self._num_draft = min(context.max_num_draft, MOST_DRAFT)
+        like, num_draft = next(part.parameters()), min(num_draft, MAX_DRAFT)
+        self._dtype, self._device = like.dtype, like.device
         with torch.inference_mode(False):
-            self._loaded = copied(part)
-        path = None if config.path is None else Path(f"{config.path}{context.file_suffix or ''}")
-        self._folder = None if path is None else SavedFolder(path)
-        if path is not None:
-            self._go_on(path)
-        self.unread_bytes = config.memory_bytes // 4  # for what the engine has not handed over yet
-        size, shortest = hidden_size, self._num_draft + 2
-        if exits is not None:  # which does not read the last token of a whole draft
-            size, shortest = 2 * hidden_size, self._num_draft
-        kept_bytes = config.memory_bytes - self.unread_bytes
-        self._windows = Windows(kept_bytes, size, context.device, self._dtype, shortest)
+            loaded = copied(part)
+        self._folder = None if config.path is None else SavedFolder(Path(config.path))
+        if config.path is not None:
+            self._resume(Path(config.path))
+        self.unread_bytes = config.memory_bytes // 4  # for the engine's readings
+        size, min_length = len(end.norm_weight), num_draft + 2
+        if exits is not None:  # an exit does not read the last token of a fully accepted draft
+            size, min_length = 2 * size, num_draft
+        max_bytes = config.memory_bytes - self.unread_bytes
+        self._windows = Windows(max_bytes, size, like.device, like.dtype, min_length)
         self.pace = Pace(config.busy_share, config.idle_share, meanwhile=self._take_in)
-        self.trainer: Trainer | None = None
-        self._take: Callable[[], Iterable[Reading]] = tuple
-        # The device may still read those before.
+        with torch.inference_mode(False):
+            self.trainer = Trainer(loaded, part, end, self._windows, num_draft, self.pace, self._promote)
+        self._read: Callable[[], Iterable[Reading]] = tuple
+        # Promoted weights, and those before, which the device may still read.
         self._promoted, self._before = list[torch.Tensor](), list[torch.Tensor]()
         self._is_new, self._is_saved, self._saved_at, self._complained = False, True, monotonic(), False
-        self.is_on, self._device = False, torch.device(context.device)
+        self.is_on = False
         self._thread = threading.Thread(target=self._run, name="specplugins-learn", daemon=True)
         self._measured = 0.0
 
-    def _go_on(self, folder: Path) -> None:
-        """Serves what was learned by an engine before this one, if it is of the same shape."""
+    def _resume(self, folder: Path) -> None:
+        """Serves the weights that an earlier engine saved, if they have the shapes of the part."""
         if (folder / self._part.file).is_file():
             try:
                 self._part.load_state_dict(self._part.like_this(folder).state_dict())
             except ConfigError as error:
                 logger.warning("learn: path is begun anew: %s", error)
 
-    def begin(self, model: ServedEnd | None, take: Callable[[], Iterable[Reading]]) -> None:
-        """The target is there: its end, or None where that cannot be trained through, which was said; and what gives,
-        in the learner's thread, what was read since it was last asked."""
-        self._take, self.is_on = take, model is not None
-        if model is not None:
-            with torch.inference_mode(False):
-                own = model, self._windows, self._num_draft, self.pace, self._promote
-                self.trainer = Trainer(self._loaded, self._part, *own)
+    def begin(self, read: Callable[[], Iterable[Reading]]) -> None:
+        """Learns from what `read` returns: the readings since the last call. The learner's thread calls it."""
+        self._read, self.is_on = read, True
 
     def rehearse(self) -> None:
-        """To be called while the engine measures its memory: the KV cache then leaves room for a step of training."""
-        if self.trainer is not None and self.is_on:
+        """Takes the memory of a training step, while the engine measures its memory."""
+        if self.is_on:
             with torch.inference_mode(False), torch.enable_grad():
                 self.trainer.rehearse()
 
     def step(self) -> None:
-        """Called between steps: new weights serve from the next one on. The first one begins the learning, so that no
-        graph is being recorded then."""
+        """Puts promoted weights into the serving part, between two steps. The first call starts the thread: by then
+        all graphs are recorded."""
         self.pace.stepped_at = monotonic()
         if self._is_new:
             self._is_new = False
@@ -132,16 +125,16 @@ class Learner:
 
     @property
     def num_bytes(self) -> int:
-        """Memory for what is kept, and of weights in training."""
-        return self.unread_bytes + self._windows.num_bytes + (0 if self.trainer is None else self.trainer.num_bytes)
+        """Memory of readings, windows and weights in training."""
+        return self.unread_bytes + self._windows.num_bytes + self.trainer.num_bytes
 
     def counts(self) -> dict[str, int]:
         """Running totals."""
-        return {"examples": self._windows.num_tokens, **(self.trainer.counts if self.trainer else {})}
+        return {"examples": self._windows.num_tokens, **self.trainer.counts}
 
     def lengths(self) -> dict[str, float]:
-        """Acceptance lengths: measured lately; expected of the loaded weights and of those that serve."""
-        return {"measured": self._measured, **(self.trainer.lengths if self.trainer else {})}
+        """Acceptance lengths: the measured one, and those expected of the loaded and the serving weights."""
+        return {"measured": self._measured, **self.trainer.lengths}
 
     def _promote(self, part: Part) -> None:
         promoted = [tensor.to(self._dtype, copy=True) for tensor in part.parameters()]
@@ -153,7 +146,6 @@ class Learner:
     def _run(self) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        assert self.trainer is not None
         is_cuda = self._device.type == "cuda"
         self.pace.begin()
         try:
@@ -170,15 +162,15 @@ class Learner:
 
     def _take_in(self) -> None:
         with torch.no_grad():
-            for read in self._take():
-                self._windows.add(read)
-                for count in read.counts:
+            for reading in self._read():
+                self._windows.add(reading)
+                for count in reading.counts:
                     self._measured += (count - self._measured) * RECENT if self._measured else count
 
     def _save(self) -> None:
-        """Writes the serving weights and their card, all or none, if they are new."""
+        """Saves new serving weights and their card, all or none."""
         self._saved_at = monotonic()
-        if self._folder is None or self._is_saved or self.trainer is None:
+        if self._folder is None or self._is_saved:
             return
         serving = self.trainer.serving
         card = CARD.format(source=self._source, field=serving.field, **self.counts(), **self.lengths())
@@ -192,12 +184,6 @@ class Learner:
             self._is_saved, self._complained = True, False
         except (OSError, RuntimeError) as error:
             if not self._complained:
-                what = "learn: %s cannot be written (%s); it is tried again."
-                logger.warning(what, self._folder.path, error_text(error))
+                text = "learn: %s cannot be written (%s); it is tried again."
+                logger.warning(text, self._folder.path, error_text(error))
             self._complained = True
-
-
-def learner_of(proposer: Any) -> Learner | None:
-    """Of the stages of a cascade, or of the proposer that is its only one, the one that learns."""
-    stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
-    return next((own for _, stage in stages if isinstance(own := getattr(stage, "learner", None), Learner)), None)

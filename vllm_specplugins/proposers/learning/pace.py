@@ -1,11 +1,11 @@
-"""How much of the time learning may take: after each piece of work it rests until its share is kept."""
+"""Limits the share of the time that learning takes: after each piece of work it rests."""
 
 import time
 from collections.abc import Callable
 from threading import Event
 
 IDLE_AFTER_S = 0.25  # without a step the engine is idle
-LONGEST_REST_S = 0.05  # until it looks again whether that is so
+MAX_REST_S = 0.05  # then it looks again whether the engine is idle
 
 
 class Stopped(Exception):
@@ -18,7 +18,7 @@ class Pace:
     Args:
         busy_share, idle_share: of the time, while the engine takes steps and while it takes none.
         clock: seconds.
-        wait: for so many; whether to stop.
+        wait: waits for some seconds; returns whether to stop.
         meanwhile: is called before each wait.
     """
 
@@ -38,11 +38,11 @@ class Pace:
         self.worked_s = 0.0
 
     def stop(self) -> None:
-        """Ends whatever rests."""
+        """Ends all rests."""
         self._stop.set()
 
     def begin(self) -> None:
-        """Work begins: what was before cost nothing."""
+        """Begins to measure work."""
         self._since = self._clock()
 
     def rest(self) -> None:
@@ -52,14 +52,14 @@ class Pace:
         while worked > 0:
             share = self._shares[self._clock() - self.stepped_at < IDLE_AFTER_S]
             owed = worked * (1 - share) / share
-            rest = min(owed, LONGEST_REST_S)
+            rest = min(owed, MAX_REST_S)
             self._wait(rest)
             worked = worked - rest * share / (1 - share) if rest < owed else 0.0
-        self._since = self._clock()
+        self.begin()
 
     def pause(self) -> None:
-        """Waits a little, with nothing to do."""
-        self._wait(LONGEST_REST_S)
+        """Waits without work."""
+        self._wait(MAX_REST_S)
         self.begin()
 
     def _wait(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""Whether one part drafts better than another: expected acceptance lengths on the same held-out windows, paired.
+"""Decides whether one part drafts better than another: a paired comparison of acceptance lengths on held-out windows.
 
-What a mean promises is judged by tenant, too, so that one that floods the engine cannot have weights promoted that are
-worse for the others. N: windows.
+Each tenant is compared, too: a tenant that floods the engine cannot promote weights that are worse for others. N:
+windows, T: tokens of a window, K: draft tokens, V: vocabulary.
 """
 
 import math
@@ -12,36 +12,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, States, walk
+from vllm_specplugins.proposers.learning.distillation import Guess, Guesser, States, walk
 
 Floats = npt.NDArray[np.float64]
-DEVIATIONS = 2.5  # of the mean difference, that it must lie from 0
-LEAST_WINDOWS = 16  # to judge by
-OWN_WINDOWS = 8  # of a tenant that is judged by itself; the others are judged together
+DEVIATIONS = 2.5  # standard errors between the mean difference and 0
+MIN_WINDOWS = 16  # of a comparison
+MIN_TENANT_WINDOWS = 8  # tenants with fewer are compared together
 
 
 def acceptance_length(
     states: States,
-    full: torch.Tensor,  # [T, V] the target's own logits
+    full: torch.Tensor,  # [T, V] the target's logits
     next_ids: torch.Tensor,  # [T]
     temperature: float,
     guesser: Guesser,
     num_draft: int,
 ) -> float:
-    """Expected tokens of a step in a window, the target's own included: an engine's acceptance length.
+    """Expected tokens of a step in a window, the target's token included: an engine's acceptance length.
 
-    Of what was emitted, a draft's token is accepted where it is the same (temperature 0), or with probability
-    min(1, q / p) (Leviathan et al. 2023). Filters of the request, such as top-p, are not known here.
+    A draft token is accepted if it is the emitted one (temperature 0), or with probability min(1, q / p) of the emitted
+    one (Leviathan et al. 2023). This ignores the request's filters, such as top-p.
     """
     guesses = list(guesser(states, num_draft))
     num_drafts = len(guesses[-1].logits)
-    kept = torch.stack([_accepted(guess, full, next_ids, temperature)[:num_drafts] for guess in guesses])
-    tokens, steps = walk(kept)
+    accept_probs = torch.stack([_accept_probs(guess, full, next_ids, temperature)[:num_drafts] for guess in guesses])
+    tokens, steps = walk(accept_probs)
     return tokens / steps
 
 
-def _accepted(guess: Guess, full: torch.Tensor, next_ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[N] probability that each token of a guess is accepted."""
+def _accept_probs(guess: Guess, full: torch.Tensor, next_ids: torch.Tensor, temperature: float) -> torch.Tensor:
     emitted = guess.of(next_ids)
     if temperature == 0:
         return (guess.logits.argmax(-1) == emitted).float()
@@ -54,7 +53,7 @@ def _accepted(guess: Guess, full: torch.Tensor, next_ids: torch.Tensor, temperat
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences in acceptance length, of one part's to another's, by window [N], and whose the windows are.
+    """Differences between the acceptance lengths of two parts by window, and the windows' tenants, [N] each.
 
     >>> better = Comparison(np.array([0.2, 0.3] * 10), np.zeros(20, int))
     >>> better.is_better, better.is_worse
@@ -66,29 +65,29 @@ class Comparison:
 
     @property
     def is_better(self) -> bool:
-        """Surely better in the mean, and for no tenant worse, as far as was seen."""
+        """Whether the mean is above 0 for sure, and no tenant's mean is below."""
         low, _ = _bounds(self.differences)
-        return low > 0 and all(own.mean() >= 0 for own in self._groups())
+        return low > 0 and all(group.mean() >= 0 for group in self._groups())
 
     @property
     def is_worse(self) -> bool:
-        """Surely worse in the mean, or for some tenant."""
+        """Whether the mean, or some tenant's, is below 0 for sure, or a difference is not finite."""
         return not np.isfinite(self.differences).all() or any(
-            _bounds(own)[1] < 0 for own in (self.differences, *self._groups())
+            _bounds(group)[1] < 0 for group in (self.differences, *self._groups())
         )
 
     def _groups(self) -> Iterator[Floats]:
         _, owners, counts = np.unique(self.tenants, return_inverse=True, return_counts=True)
-        is_small = (counts < OWN_WINDOWS)[owners]
+        is_small = (counts < MIN_TENANT_WINDOWS)[owners]
         groups = np.where(is_small, -1, owners)
         for group in np.unique(groups):
             yield self.differences[groups == group]
 
 
 def _bounds(differences: Floats) -> tuple[float, float]:
-    """Of the mean."""
+    """Confidence bounds of the mean."""
     num = len(differences)
-    if num < OWN_WINDOWS:
+    if num < MIN_TENANT_WINDOWS:
         return -math.inf, math.inf
     mean, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(num)
     return mean - DEVIATIONS * error, mean + DEVIATIONS * error

@@ -1,4 +1,7 @@
-"""The end of the served model, as training needs it: what embeds a token, the final norm and the head, frozen."""
+"""The end of the served model, frozen: the embeddings, the final norm and the head, with gradients.
+
+The engine's operations may have none. T: tokens, H: hidden size, V: vocabulary.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,18 +9,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from vllm_specplugins.proposers.heads.distillation import Run, States
+from vllm_specplugins.proposers.learning.distillation import Run, States
 from vllm_specplugins.proposers.learning.windows import Window
 
 
 @dataclass(frozen=True, slots=True)
 class ServedEnd:
-    """A `distillation.Model` whose passes run no layer. The engine's own operations may have no gradients.
+    """A `distillation.Model` that runs no layer.
 
     Args:
-        embed: what stands in front of the first layer, [T, H] of token ids [T].
-        norm_weight: [H] float32 what the final norm multiplies by.
-        norm_eps: of it.
+        embed: embeddings [T, H] of token ids [T].
+        norm_weight: [H] float32, the factors of the final norm.
+        norm_eps: epsilon of the final norm.
         head_weight: [V, H].
         scale, soft_cap: of logits; a soft cap of c makes them c * tanh(logits / c).
         num_layers: of the target.
@@ -47,8 +50,8 @@ class ServedEnd:
         return run
 
     def states_of(self, window: Window) -> States:
-        """Of a window's tokens, what stands in front of the first layer, what an exit's layer left if that is known, as
-        if it were after each one, and what stands after the last."""
+        """The embeddings of a window's tokens, the states after each layer, and those after the final norm. The states
+        of an exit's layer, or the last ones, stand for all layers between."""
         *exits, last = window.states.split(len(self.norm_weight), -1)
         with torch.no_grad():
             return [self.embed(window.token_ids), *(exits or [last]) * (self.num_layers - 1), last]

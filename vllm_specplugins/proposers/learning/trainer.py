@@ -1,7 +1,6 @@
-"""Trains a copy of a serving part in a thread of its own, tests it, and says which weights shall serve.
+"""Trains a copy of a serving part on windows of the traffic, tests it, and chooses the weights that serve.
 
-It trains as `train-*` do (heads/distillation.py), on windows of the traffic; the candidate is the running mean of what
-is trained. Knows neither the engine nor where the weights are saved.
+Training is that of `train-*` (distillation.py). The candidate is the running mean of the trained weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_specplugins.proposers.heads.distillation import GUESSERS, Guesser, States, distil
+from vllm_specplugins.proposers.learning.distillation import GUESSERS, Guesser, States, distil
 from vllm_specplugins.proposers.learning.pace import Pace
-from vllm_specplugins.proposers.learning.promotion import LEAST_WINDOWS, Comparison, Floats, acceptance_length
+from vllm_specplugins.proposers.learning.promotion import MIN_WINDOWS, Comparison, Floats, acceptance_length
 from vllm_specplugins.proposers.learning.served import ServedEnd
 from vllm_specplugins.proposers.learning.windows import Window, Windows
 
 STEP_WINDOWS = 8  # of an optimizer step
 ROUND_STEPS = 24  # from test to test
 TESTED_WINDOWS = 64  # of a test, at most
-PASSES = 32  # over all that comes; then it waits for more
-Part = Any  # a TrainedPart or MedusaHeads: its parameters are trained
+PASSES = 32  # over all windows; then the trainer waits for more
+Part = Any  # a TrainedPart
 LEARNING_RATE, MEAN_DECAY = 1e-3, 0.95
 
 
@@ -30,9 +29,9 @@ class Trainer:
     """See the module.
 
     Args:
-        loaded: the part that the engine was started with.
-        serving: the one that serves.
-        promote: takes the weights that shall serve from the next step on.
+        loaded: the part that the engine started with.
+        serving: the part that serves.
+        promote: gets the weights that serve from the next step on.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Trainer:
         promote: Callable[[Part], None],
     ):
         self.counts = {"steps": 0, "candidates": 0, "promotions": 0, "rollbacks": 0}
-        self.lengths: dict[str, float] = {}  # expected in the last test, of the weights that were loaded and that serve
+        self.lengths: dict[str, float] = {}  # expected in the last test, of loaded and serving weights
         self._model, self._windows, self._num_draft = model, windows, num_draft
         self._pace, self._promote = pace, promote
         self._loaded, self.serving, self.candidate = loaded, copied(serving), copied(serving)
@@ -55,7 +54,7 @@ class Trainer:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights that are held: six parts, two of them to serve, gradients and the optimizer's two moments."""
+        """Memory of six parts, gradients and the optimizer's two moments."""
         num_weights: int = sum(tensor.numel() for tensor in self.candidate.parameters())
         return 9 * 4 * num_weights
 
@@ -71,8 +70,8 @@ class Trainer:
         return GUESSERS[type(part)](self._model, part)
 
     def round(self) -> None:
-        """Some steps and a test, where there is enough to learn from; else a pause."""
-        has_test = self._windows.count(is_held_out=True) >= LEAST_WINDOWS
+        """Takes some steps and tests, if there are enough windows; otherwise pauses."""
+        has_test = self._windows.count(is_held_out=True) >= MIN_WINDOWS
         has_new = self._num_trained < PASSES * self._windows.num_closed
         if not (has_test and has_new and self._windows.count(is_held_out=False) >= STEP_WINDOWS):
             self._pace.pause()
@@ -82,14 +81,14 @@ class Trainer:
         self.test()
 
     def step(self) -> None:
-        """One of the optimizer's."""
+        """Takes one step of the optimizer; each window is a piece of work."""
         windows = self._windows.sample(False, STEP_WINDOWS, self._random)
         self._optimize(windows, self._paced(windows))
         self._num_trained += len(windows)
         self.counts["steps"] += 1
 
     def rehearse(self) -> None:
-        """Takes the memory of a step, and forgets what it has learned."""
+        """Takes the memory of a step, and drops the step."""
         windows = [self._windows.blank()] * STEP_WINDOWS
         self._optimize(windows, map(self._model.states_of, windows))
         self.restart()
@@ -105,7 +104,7 @@ class Trainer:
             torch._foreach_lerp_(list(self.candidate.parameters()), new, 1 - MEAN_DECAY)
 
     def test(self) -> None:
-        """Compares what was loaded, what serves and the candidate; promotes, rolls back, or drops."""
+        """Compares the loaded part, the serving one and the candidate; promotes, rolls back or drops."""
         parts = {"loaded": self._loaded, "serving": self.serving, "candidate": self.candidate}
         with torch.no_grad():
             lengths, tenants = self._lengths(parts)
@@ -128,27 +127,27 @@ class Trainer:
         self.lengths = {"loaded": float(lengths["loaded"].mean()), "serving": float(lengths[serves].mean())}
 
     def _lengths(self, parts: dict[str, Part]) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
-        """The expected acceptance length of each part by window, and whose windows they are."""
+        """The expected acceptance length of each part by window, and the windows' tenants."""
         windows = self._windows.sample(True, TESTED_WINDOWS, self._random)
-        found: dict[str, list[float]] = {name: [] for name in parts}
+        lengths: dict[str, list[float]] = {name: [] for name in parts}
         for window in windows:
             states = self._model.states_of(window)
             text = states, self._model.logits(states[-1]), window.next_ids, window.temperature
             for name, part in parts.items():
-                found[name].append(acceptance_length(*text, self._guesser(part), self._num_draft))
+                lengths[name].append(acceptance_length(*text, self._guesser(part), self._num_draft))
                 self._pace.rest()
-        return {name: np.array(own) for name, own in found.items()}, np.array([window.tenant for window in windows])
+        tenants = np.array([window.tenant for window in windows])
+        return {name: np.array(values) for name, values in lengths.items()}, tenants
 
     def _paced(self, windows: list[Window]) -> Iterator[States]:
-        """A window is a piece of work."""
         for window in windows:
             yield self._model.states_of(window)
             self._pace.rest()
 
 
 def copied(part: Part) -> Part:
-    """In float32; tensors that are no parameters are shared."""
-    shared = {id(own): own for own in vars(part).values() if isinstance(own, torch.Tensor)}
+    """A copy in float32; tensors that are no parameters are shared."""
+    shared = {id(tensor): tensor for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)}
     return deepcopy(part, shared).float()
 
 

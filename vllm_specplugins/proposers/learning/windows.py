@@ -1,6 +1,6 @@
-"""Windows of what the target read and said, in bounded memory: some to train on, some to test on.
+"""Windows of what the target read and emitted, in bounded memory: some to train on, others to test on.
 
-The learner's thread alone comes here. T: tokens of a window, H: hidden size.
+Only the learner's thread uses windows. R: requests, K: draft tokens, T: tokens of a window, H: hidden size.
 """
 
 from collections import Counter
@@ -13,10 +13,47 @@ import torch
 
 from vllm_specplugins.target import Reading
 
-LENGTH = 64  # most tokens of a window
-HELD_OUT = 4  # of so many windows one, by request: none is trained on and tested on
-LARGEST = 2.0**15  # number in a state; half precision holds it, and squares of it add up
-MOST_WINDOWS = 2048  # older text is less like what comes
+LENGTH = 64  # tokens of a window at most
+HELD_OUT = 4  # requests, of which the windows of one are tested on, and those of the others trained on
+MAX_STATE = 2.0**15  # number in a state; half precision holds it, and squares of it add up
+MAX_WINDOWS = 2048  # older text is less like the next
+
+
+class ExitStates:
+    """The states that an exit read for its newest drafts; a graph may write them. The target's layers leave the same
+    ones in verification."""
+
+    def __init__(self, num_rows: int, max_num_draft: int, hidden_size: int, device: Any, dtype: torch.dtype):
+        self.states = torch.zeros(num_rows, max_num_draft, hidden_size, device=device, dtype=dtype)
+        self.token_ids = torch.full((num_rows, max_num_draft), -1, device=device)
+        self.firsts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def put(self, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
+        """Stores one token of each row, [R], with its position and its states [R, H]."""
+        num_rows = len(token_ids)
+        if step == 0:
+            self.clear()
+            self.firsts[:num_rows] = positions
+        self.states[:num_rows, step], self.token_ids[:num_rows, step] = states, token_ids
+
+    def clear(self) -> None:
+        """Drops the drafts."""
+        self.token_ids.fill_(-1)
+
+    def after(
+        self,
+        rows: torch.Tensor,  # [R] int64 of each request in the last batch; -1: it was not there
+        token_ids: torch.Tensor,  # [R, K] that the target read
+        firsts: torch.Tensor,  # [R] position of the first of them
+        places: torch.Tensor,  # [R, T] int64 indices of these tokens
+    ) -> torch.Tensor:
+        """States [R, T, H] of the exit's layer; NaN where the exit did not read the same tokens at the same place."""
+        num_rows, length = token_ids.shape
+        is_known = (self.token_ids[rows] == token_ids) & ((rows >= 0) & (self.firsts[rows] == firsts))[:, None]
+        states = torch.where(is_known.cumprod(1)[:, :, None] > 0, self.states[rows], torch.nan)
+        places = torch.where((places >= 0) & (places < length), places, length)
+        padded = torch.nn.functional.pad(states, (0, 0, 0, 1), value=torch.nan)
+        return padded[torch.arange(num_rows, device=rows.device)[:, None], places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +61,11 @@ class Window:
     """What the target read and emitted at T places in a row.
 
     Args:
-        states: [T, H] after the final norm; before them in a row those of an exit, if it learns: 2 H.
+        states: [T, H] after the final norm, or [T, 2 H]: an exit's, then these.
         token_ids: [T] int64 that were read.
         next_ids: [T] int64 that were emitted after each.
         temperature: of the request.
-        tenant: whose.
+        tenant: of the request.
     """
 
     states: torch.Tensor
@@ -39,117 +76,117 @@ class Window:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
-    """A request's window: where its states are; the tokens that were read, and the one after them."""
+class _Slot:
+    """A request's window: the row of its states, the tokens that were read, and the token after them."""
 
-    slot: int
+    row: int
     tenant: int
     temperature: float
-    position: int  # that comes next
+    next_position: int
     token_ids: list[int]
 
 
 class Windows:
-    """Fills windows from readings. Where all slots are taken, the oldest window goes of the tenant that has most: one
+    """Fills windows from readings. A new window takes the oldest one of the tenant with the largest number, so a tenant
     that floods the engine takes no more than its part. A request with the option `learn` false leaves nothing.
 
     Args:
         max_bytes: of states.
-        shortest: windows with fewer tokens are dropped.
+        min_length: windows with fewer tokens are dropped.
     """
 
-    def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype, shortest: int):
-        num_slots = min(MOST_WINDOWS, max(8, max_bytes // (LENGTH * hidden_size * dtype.itemsize)))
+    def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype, min_length: int):
+        num_rows = min(MAX_WINDOWS, max(8, max_bytes // (LENGTH * hidden_size * dtype.itemsize)))
         with torch.inference_mode(False):
-            self._states = torch.zeros(num_slots, LENGTH, hidden_size, device=device, dtype=dtype)
-        self._shortest, first = shortest, max(2, num_slots // HELD_OUT)
-        self._free = {True: list(range(first)), False: list(range(first, num_slots))}  # by whether it is held out
-        self._finished: dict[bool, list[_Kept]] = {True: [], False: []}
-        self._open: dict[str, _Kept] = {}  # by request
+            self._states = torch.zeros(num_rows, LENGTH, hidden_size, device=device, dtype=dtype)
+        self._min_length, num_held_out = min_length, max(2, num_rows // HELD_OUT)
+        self._free = {True: list(range(num_held_out)), False: list(range(num_held_out, num_rows))}  # by held out or not
+        self._finished: dict[bool, list[_Slot]] = {True: [], False: []}
+        self._open: dict[str, _Slot] = {}  # by request
         self.num_tokens = self.num_closed = 0
 
     @property
     def num_bytes(self) -> int:
-        size: int = self._states.numel() * self._states.element_size()
+        size: int = self._states.nbytes
         return size
 
-    def add(self, read: Reading) -> None:
-        """Takes what was read in a step."""
-        for request_id in read.gone:
+    def add(self, reading: Reading) -> None:
+        """Enters what was read in a step."""
+        for request_id in reading.gone:
             self._close(request_id)
-        at: list[tuple[int, int, int]] = []  # slot, place, row
-        owners = np.repeat(np.arange(len(read.counts)), read.counts).tolist()
-        is_known = (read.states.abs().amax(-1) < LARGEST).tolist()  # NaN is not, either
-        tokens = zip(read.positions, read.token_ids.tolist(), read.next_ids.tolist(), strict=True)
+        at: list[tuple[int, int, int]] = []  # row of states, place, row of the reading
+        owners = np.repeat(np.arange(len(reading.counts)), reading.counts).tolist()
+        is_usable = (reading.states.abs().amax(-1) < MAX_STATE).tolist()  # NaN is not, either
+        tokens = zip(reading.positions, reading.token_ids.tolist(), reading.next_ids.tolist(), strict=True)
         for row, (owner, (position, token_id, next_id)) in enumerate(zip(owners, tokens, strict=True)):
-            if not is_known[row] or (kept := self._window(read, owner, position, token_id)) is None:
+            if not is_usable[row] or (slot := self._slot_for(reading, owner, position, token_id)) is None:
                 continue
-            at.append((kept.slot, len(kept.token_ids) - 1, row))
-            kept.token_ids.append(next_id)
-            kept.position += 1
-            if len(kept.token_ids) > LENGTH:
-                self._close(read.request_ids[owner])
+            at.append((slot.row, len(slot.token_ids) - 1, row))
+            slot.token_ids.append(next_id)
+            slot.next_position += 1
+            if len(slot.token_ids) > LENGTH:
+                self._close(reading.request_ids[owner])
         if at:
-            slots, places, rows = torch.tensor(at, device=self._states.device).T
-            self._states[slots, places] = read.states[rows].to(self._states.dtype)
+            rows, places, sources = torch.tensor(at, device=self._states.device).T
+            self._states[rows, places] = reading.states[sources].to(self._states.dtype)
             self.num_tokens += len(at)
 
     def count(self, is_held_out: bool) -> int:
-        """How many windows there are."""
+        """The number of finished windows."""
         return len(self._finished[is_held_out])
 
-    def sample(self, is_held_out: bool, most: int, generator: np.random.Generator) -> list[Window]:
-        """Copies of up to so many windows, any."""
-        found = self._finished[is_held_out]
-        return [self._read(found[index]) for index in generator.permutation(len(found))[:most].tolist()]
+    def sample(self, is_held_out: bool, max_windows: int, generator: np.random.Generator) -> list[Window]:
+        """Copies of some finished windows."""
+        slots = self._finished[is_held_out]
+        return [self._window(slots[index]) for index in generator.permutation(len(slots))[:max_windows].tolist()]
 
     def blank(self) -> Window:
-        """A window as large as any, of a text that nobody wrote."""
-        return self._read(_Kept(0, 0, 1.0, 0, [0] * (LENGTH + 1)))
+        """A window of full length without a text."""
+        return self._window(_Slot(0, 0, 1.0, 0, [0] * (LENGTH + 1)))
 
-    def _read(self, kept: _Kept) -> Window:
-        token_ids = torch.tensor(kept.token_ids, device=self._states.device)
-        states = self._states[kept.slot, : len(token_ids) - 1].clone()
-        return Window(states, token_ids[:-1], token_ids[1:], kept.temperature, kept.tenant)
+    def _window(self, slot: _Slot) -> Window:
+        token_ids = torch.tensor(slot.token_ids, device=self._states.device)
+        states = self._states[slot.row, : len(token_ids) - 1].clone()
+        return Window(states, token_ids[:-1], token_ids[1:], slot.temperature, slot.tenant)
 
-    def _window(self, read: Reading, owner: int, position: int, token_id: int) -> _Kept | None:
-        """That a token is written to next; None: to none."""
-        options, request_id = read.options[owner], read.request_ids[owner]
+    def _slot_for(self, reading: Reading, owner: int, position: int, token_id: int) -> _Slot | None:
+        """The slot that a token is entered in; None: it is dropped."""
+        options, request_id = reading.options[owner], reading.request_ids[owner]
         if options.get("learn", True) is not True:
             return None
-        if (kept := self._open.get(request_id)) is not None and kept.position == position:
-            return kept
+        if (slot := self._open.get(request_id)) is not None and slot.next_position == position:
+            return slot
         self._close(request_id)
         tenant = hash(options.get("tenant", b""))
-        if (slot := self._slot(_is_held_out(request_id), tenant)) is None:
+        if (row := self._take_row(_is_held_out(request_id), tenant)) is None:
             return None
-        kept = self._open[request_id] = _Kept(slot, tenant, read.temperatures[owner], position, [token_id])
-        return kept
+        slot = self._open[request_id] = _Slot(row, tenant, reading.temperatures[owner], position, [token_id])
+        return slot
 
-    def _slot(self, is_held_out: bool, tenant: int) -> int | None:
-        """For a new window of a tenant; None where all are being written to."""
+    def _take_row(self, is_held_out: bool, tenant: int) -> int | None:
+        """A row for a new window of a tenant; None while all windows are open."""
         finished = self._finished[is_held_out]
         if self._free[is_held_out]:
             return self._free[is_held_out].pop()
         if not finished:
             return None
-        counts = Counter(kept.tenant for kept in finished)
+        counts = Counter(slot.tenant for slot in finished)
         counts[tenant] += 1  # with the new one
         largest = counts.most_common(1)[0][0]
-        oldest = next(kept for kept in finished if kept.tenant == largest)
+        oldest = next(slot for slot in finished if slot.tenant == largest)
         finished.remove(oldest)
-        return oldest.slot
+        return oldest.row
 
     def _close(self, request_id: str) -> None:
-        """The request's window is finished, if it has one."""
-        if (kept := self._open.pop(request_id, None)) is None:
+        """Finishes the request's window, if it has one."""
+        if (slot := self._open.pop(request_id, None)) is None:
             return
-        own = _is_held_out(request_id)
-        if len(kept.token_ids) > self._shortest:
-            self._finished[own].append(kept)
+        is_held_out = _is_held_out(request_id)
+        if len(slot.token_ids) > self._min_length:
+            self._finished[is_held_out].append(slot)
             self.num_closed += 1
         else:
-            self._free[own].append(kept.slot)
+            self._free[is_held_out].append(slot.row)
 
 
 def _is_held_out(request_id: str) -> bool:

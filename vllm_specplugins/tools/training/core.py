@@ -1,4 +1,4 @@
-"""The training of all parts: a part learns to predict the model's distribution (proposers/heads/distillation.py).
+"""The training of all parts: a part learns to predict the model's distribution (proposers/learning/distillation.py).
 
 The rows of a step follow from its number alone, so that a run that was killed goes on as if it had not been.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.proposers.heads.distillation import Guesser, distil
 from vllm_specplugins.proposers.heads.trained import TrainedPart
+from vllm_specplugins.proposers.learning.distillation import Guesser, distil
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import save_whole
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, States, exit_guesser, jump_guesser
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
+from vllm_specplugins.proposers.learning.distillation import Guess, Guesser, States, exit_guesser, jump_guesser
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.training.core import Settings

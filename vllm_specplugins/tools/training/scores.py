@@ -14,7 +14,7 @@ import torch
 
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
-from vllm_specplugins.proposers.heads.distillation import Guesser, walk
+from vllm_specplugins.proposers.learning.distillation import Guesser, walk
 from vllm_specplugins.tools.base_model import BaseModel, overlap
 
 PROMPT_SHARE = 4  # one token of so many is the prompt's

@@ -1,36 +1,39 @@
-"""Model Runner V2: copies of a few numbers of each row of a step to the host, which nothing waits for."""
+"""Model Runner V2: copies from the device to the host that no step waits for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_specplugins.draft import Int32Array
+
 
 class AsyncCopy:
-    """A copy that was begun, and that only who looks at it waits for.
+    """A copy of a few numbers of each row of a step, [num_reqs, any]; only its reader waits.
 
     Args:
         request_ids: the rows of the step.
-        values: [num_reqs, any] on the device.
     """
 
     def __init__(self, request_ids: Sequence[str], values: torch.Tensor):
         self.request_ids = list(request_ids)
         self._values = values.to("cpu", non_blocking=True)
-        # The runner's platform defines this class; the events of vLLM's CPU worker have always happened. Who waits for
-        # a blocking event sleeps; else that thread would spin on a core.
+        # The runner's platform defines this class; the events of vLLM's CPU worker have always happened. A thread that
+        # waits for a blocking event sleeps; for another one it would spin on a core.
         self._arrived = torch.cuda.Event(blocking=True)
         self._arrived.record()
 
     def values(self) -> np.ndarray:
-        """The numbers, [num_reqs, any]; waits until they are there."""
+        """The numbers, [num_reqs, any]; waits for them."""
         self._arrived.synchronize()
         return self._values.numpy()
 
 
 class DraftLengths:
-    """How many tokens were drafted for each request, on their way: a dictionary to whoever iterates it or has it
-    sent to another process."""
+    """How many tokens were drafted for each request, on their way: a dictionary for those that iterate it, and in a
+    message to another process."""
 
     def __init__(self, arriving: AsyncCopy):
         self._arriving = arriving
@@ -41,3 +44,29 @@ class DraftLengths:
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
         return dict, (dict(self.items()),)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens that a step sampled, in vLLM's copy of them: complete once `arrived` has happened.
+
+    Args:
+        token_ids: [num_reqs, any].
+        num_sampled: [num_reqs], the tokens of each row that count.
+    """
+
+    request_ids: Sequence[str]
+    arrived: Any
+    token_ids: Int32Array
+    num_sampled: Int32Array
+
+    @classmethod
+    def of(cls, output: Any) -> "SampledTokens":
+        """The tokens in an AsyncOutput of vLLM's."""
+        request_ids = output.model_runner_output.req_ids
+        return cls(request_ids, output.copy_event, output.sampled_token_ids, output.num_sampled_tokens_np)
+
+    def tokens(self) -> Iterator[list[int]]:
+        """The tokens of each request."""
+        for row, count in enumerate(self.num_sampled.tolist()):
+            yield self.token_ids[row, :count].tolist()

@@ -17,17 +17,14 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
-from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, updates_in_place
-from vllm_specplugins.engine.v2.feedback.readings import Readings
 from vllm_specplugins.engine.v2.requests import Request, warms_up
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import DRAFT_NOISE
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.kernels.steps import newest
-from vllm_specplugins.methods import drafters, learns
-from vllm_specplugins.proposers.learning.learner import learner_of
+from vllm_specplugins.methods import drafters
 from vllm_specplugins.target import Sampling, Target
 
 
@@ -51,7 +48,8 @@ class Speculator(DraftModelSpeculator):
     adapters: Adapters | None = None
     verified: Verified | None = None  # of all slots of requests
     rows_implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
-    readings: Readings | None = None  # for a part that learns
+    readings: Any = None  # of what steps read, for a part in training; set by `when_loaded`
+    when_loaded: Callable[[nn.Module], None] = staticmethod(lambda target: None)  # set by runner.attach
     _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -65,7 +63,7 @@ class Speculator(DraftModelSpeculator):
         rows, device = self.max_num_reqs, self.device
         self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         kinds = {type(own) for row, own in drafters(config.plugin_config) if row.runs_target}
-        if kinds != {EarlyExitConfig} or learns(config.plugin_config):
+        if kinds != {EarlyExitConfig}:
             self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
         if config.draws_as_verified:
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
@@ -94,11 +92,7 @@ class Speculator(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
-        if (learner := learner_of(self.barrier.proposer)) is not None:
-            assert self._last_hidden_states is not None
-            sizes = self.num_speculative_steps, self.max_num_reqs
-            self.readings = Readings(learner, *sizes, self._last_hidden_states)
-            learner.begin(served_end(target_model, self.vllm_config.model_config), self.readings.read)
+        self.when_loaded(target_model)
         return nn.Module()
 
     def _configure_decode_metadata_update(self) -> None:
@@ -148,15 +142,14 @@ class Speculator(DraftModelSpeculator):
         if self.adapters_of is not None:
             self.adapters = self.adapters_of(input_batch, rehearses)
         if rehearses:
-            if is_profile and (learner := learner_of(self.barrier.proposer)) is not None:
-                learner.rehearse()
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return self.draft_tokens[:num_reqs]
-        if self._last_hidden_states is not None:
+        if self._last_hidden_states is not None or self.readings is not None:
             last_rows = self._last_rows(input_batch, num_sampled, num_rejected)
+        if self._last_hidden_states is not None:
             torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
-            if self.readings is not None:
-                self.readings.keep(input_batch, last_hidden_states, last_rows)
+        if self.readings is not None:
+            self.readings.on_step(input_batch, last_hidden_states, last_rows)
         most = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._draft_step(input_batch, num_sampled, num_rejected, most)
         return self.draft_tokens[:num_reqs]

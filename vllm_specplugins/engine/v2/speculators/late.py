@@ -7,7 +7,6 @@ then the device holds against the draft; where both agree it drops that, and dra
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +17,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.draft import DraftBatch, Int32Array
+from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.isolation.exchange import checked_draft, for_proposer
 from vllm_specplugins.isolation.guard import Guard
@@ -35,14 +35,7 @@ def late_length(max_num_draft: int) -> int:
     return 3 * max_num_draft + 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What was sampled, once `arrived` has happened: of rows of token_ids the first num_sampled."""
-
-    requests: list[tuple[int, Request]]  # by row
-    arrived: Any
-    token_ids: Int32Array
-    num_sampled: Int32Array
+_Step = tuple[SampledTokens, list[tuple[int, Request]]]  # requests with their rows
 
 
 class LateDrafts:
@@ -83,15 +76,15 @@ class LateDrafts:
         gone = [self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests]
         self._ended += [request for request in gone if request in self._num_unread]
 
-    def note(self, output: Any) -> None:
+    def note(self, sampled: SampledTokens) -> None:
         """Takes what a step sampled, on its way to the host."""
-        ids = output.model_runner_output.req_ids
-        requests = [(row, self._requests[name]) for row, name in enumerate(ids) if name in self._requests]
+        names = enumerate(sampled.request_ids)
+        requests = [(row, self._requests[name]) for row, name in names if name in self._requests]
         if not requests:
             return
         for _, request in requests:
             self._num_unread[request] = self._num_unread.get(request, 0) + 1
-        self._unread.append(_Step(requests, output.copy_event, output.sampled_token_ids, output.num_sampled_tokens_np))
+        self._unread.append((sampled, requests))
         if len(self._unread) > _READ_AT:
             self._take_turns()
         if len(self._unread) + len(self._read) > MOST_UNREAD:
@@ -148,14 +141,14 @@ class LateDrafts:
 
     def _asked(self) -> tuple[list[str], dict[str, Request]]:
         """Who is over and has all tokens here; by name whom the proposer shall see: them, and who has new ones."""
-        while self._unread and self._unread[0].arrived.query():
+        while self._unread and self._unread[0][0].arrived.query():
             self._read.append(self._unread.popleft())
-            for _, request in self._read[-1].requests:
+            for _, request in self._read[-1][1]:
                 self._num_unread[request] -= 1
         asked = {request.request_id: request for request in reversed(self._ended) if not self._num_unread[request]}
         # One that is back under its name is not shown before the proposer is told to forget it.
         over, ended = list(asked), {request.request_id for request in self._ended}
-        for _, request in chain(*(step.requests for step in self._read)):
+        for _, request in chain(*(requests for _, requests in self._read)):
             if request.request_id not in ended:
                 asked[request.request_id] = request
         return over, asked
@@ -165,9 +158,9 @@ class LateDrafts:
     ) -> tuple[Sequence[Request], Int32Array]:
         """In the proposer's thread: rows of the table."""
         while steps:
-            step = steps.popleft()
-            for row, request in step.requests:
-                request.extend(step.token_ids[row, : step.num_sampled[row]])
+            sampled, rows_of = steps.popleft()
+            for row, request in rows_of:
+                request.extend(sampled.token_ids[row, : sampled.num_sampled[row]])
         requests = [request for request in requests if request.num_tokens > request.num_first]
         rows = np.zeros((len(requests), _TOKENS + self._length), np.int32)
         if not requests:

@@ -1,10 +1,8 @@
-"""What trains a part, before an engine or while it serves: the part learns to predict what the model does.
+"""Distils a model into a part, which learns the model's distribution (Hinton et al. 2015), offline or while it serves.
 
-Distillation against the full model's own distribution (Hinton et al. 2015); the model stays as it is. Knows neither
-where the states come from nor what becomes of the part. T: tokens of a row, H: hidden size, V: vocabulary.
+The model is frozen. K: draft tokens, N: drafts, T: tokens of a row, H: hidden size, V: vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,30 +31,34 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One draft token of every draft of a row; the tokens of one draft have the same index in all guesses.
+    """One token of each draft of a row; the tokens of one draft have the same index in all guesses.
 
     Args:
         logits: [N, V] float32.
-        start: the first one is of the token that the model emits after this one of the row.
+        start: the place in the row after which the model emits the token that the first logits guess.
     """
 
     logits: torch.Tensor
     start: int
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """[N, ...] of [T, ...] of a row, such as the model's logits, those that these are a guess of."""
+        """The elements [N, ...] of a row's [T, ...], such as the model's logits, that these logits guess."""
         return full[self.start : self.start + len(self.logits)]
 
 
-# The guesses, one for each of K draft tokens, in a row of which n layers left states[n], [T, H]; the last is normed.
+# Makes up to K guesses from states[n], [T, H] after n layers; the last states are normed.
 Guesser = Callable[[States, int], Iterator[Guess]]
 
 
 def distil(model: Model, texts: Iterable[States], guesser: Guesser, num_draft: int, num_tokens: int) -> float:
-    """Adds the gradient of the mean loss of some rows, of so many tokens, to the part's; returns it, in nats a draft
-    token."""
+    """Adds the gradient of the mean loss to the part's gradients; returns the loss, in nats a draft token.
+
+    Args:
+        texts: the states of each row.
+        num_tokens: of all rows.
+    """
     total, num_drafted = 0.0, num_tokens * num_draft
-    for states in texts:  # a row at a time: logits [T, V], of which a part may make num_draft, are the largest thing
+    for states in texts:  # one row at a time: its logits, up to num_draft [T, V], take the memory
         with torch.autocast("cuda", torch.bfloat16, enabled=states[-1].device.type == "cuda"):
             full = model.logits(states[-1])
             loss = sum(
@@ -69,7 +71,7 @@ def distil(model: Model, texts: Iterable[States], guesser: Guesser, num_draft: i
 
 
 def jump_guesser(model: Model, head: JumpHead) -> Guesser:
-    """Drafts begin after each token of the row but the first, before which there is no state."""
+    """Begins a draft after each token of the row but the first, which has no state before it."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         config, num_tokens = head.config, len(states[0])
@@ -85,7 +87,7 @@ def jump_guesser(model: Model, head: JumpHead) -> Guesser:
 
 
 def exit_guesser(model: Model, head: ExitHead) -> Guesser:
-    """Its draft tokens are all drafted in the same way."""
+    """Drafts all tokens in the same way."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         logits = head.logits(states[head.config.exit_layer].float())
@@ -96,7 +98,7 @@ def exit_guesser(model: Model, head: ExitHead) -> Guesser:
 
 
 def medusa_guesser(model: Model, heads: MedusaHeads) -> Guesser:
-    """Drafts begin after the token that follows each of the row."""
+    """Begins a draft after the token that follows each token of the row."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         for step, logits in enumerate(heads.logits(states[-1].float(), num_draft, model.logits)):
@@ -113,35 +115,20 @@ GUESSERS: dict[type, Callable[[Any, Any], Guesser]] = {
 
 
 def walk(accept_probs: torch.Tensor) -> tuple[float, float]:
-    """Expected tokens and steps of an engine that begins with the first draft, and then after what it has emitted.
+    """Expected tokens and steps of an engine that begins each step after the tokens of the last one.
 
     Args:
-        accept_probs: [K, N] that each draft token is accepted, if those before it are.
+        accept_probs: [K, N] of each draft token, if those before it are accepted.
 
     >>> walk(torch.tensor([[1.0, 0.0, 1.0, 0.0]]))  # two tokens, two tokens
     (4.0, 2.0)
     """
-    kept = accept_probs.double().cumprod(0)
-    accepted = torch.cat((torch.ones_like(kept[:1]), kept))
-    ends = (accepted - torch.cat((kept, torch.zeros_like(kept[:1])))).T.tolist()  # [N, K + 1] accepted tokens
-    begun = [1.0] + [0.0] * (len(ends) + len(kept))  # probability that a step begins there
-    for place, own in enumerate(ends):
-        for count, prob in enumerate(own):
+    survival = accept_probs.double().cumprod(0)
+    accepted = torch.cat((torch.ones_like(survival[:1]), survival))
+    ends = (accepted - torch.cat((survival, torch.zeros_like(survival[:1])))).T.tolist()  # [N, K + 1] accepted tokens
+    begun = [1.0] + [0.0] * (len(ends) + len(survival))  # probability that a step begins there
+    for place, probs in enumerate(ends):
+        for count, prob in enumerate(probs):
             begun[place + 1 + count] += begun[place] * prob
     emitted = accepted.sum(0).tolist()
     return sum(map(float.__mul__, begun, emitted)), sum(begun[: len(ends)])
-
-
-def effective_norm_weight(norm: Any, like: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """[H] float32, what an RMSNorm multiplies by, seen from outside; None for another kind of norm.
-
-    Args:
-        like: of the device and the dtype that it reads.
-    """
-    if getattr(norm, "weight", None) is None or norm.weight.ndim != 1:
-        return None
-    size = len(norm.weight)
-    weight: torch.Tensor = norm(like.new_ones(1, size))[0].float() * math.sqrt(1 + eps)
-    probe = torch.linspace(-1, 2, size, dtype=like.dtype, device=like.device)[None]
-    expected = F.rms_norm(probe.float(), weight.shape, weight, eps)
-    return weight if torch.allclose(norm(probe).float(), expected, rtol=0.05, atol=0.05) else None

@@ -1,0 +1,70 @@
+"""Parts that learn while they serve: their learner, and the end of the target as training needs it."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_specplugins.proposers.draft_sampler import ModelProposer
+from vllm_specplugins.proposers.early_exit import EarlyExit
+from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads
+from vllm_specplugins.proposers.heads.norm import effective_norm_weight
+from vllm_specplugins.proposers.learning.learner import Learner
+from vllm_specplugins.proposers.learning.served import ServedEnd
+from vllm_specplugins.proposers.learning.windows import ExitStates
+
+logger = logging.getLogger("vllm.specplugins")
+_NUM_PROBES = 8
+_TOLERANCE = 0.03  # of the largest logit
+
+
+def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner | None:
+    """The learner of the proposer, or of a stage of a cascade, for a target that is loaded; None: nothing learns."""
+    stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
+    learning = (stage for _, stage in stages if isinstance(stage, ModelProposer) and stage.config.is_trained)
+    if (stage := next(learning, None)) is None:
+        return None
+    model, index = vllm_config.model_config, vllm_config.parallel_config.data_parallel_index
+    end = served_end(target, model.get_total_num_hidden_layers(), model.get_vocab_size())
+    if end is None:
+        return None
+    exits = None
+    if isinstance(stage, EarlyExit):
+        sizes = vllm_config.scheduler_config.max_num_seqs, stage.max_num_draft, len(end.norm_weight)
+        exits = stage.watch = ExitStates(*sizes, end.norm_weight.device, model.dtype)
+    config, num_draft = stage.config.learn, stage.max_num_draft
+    folder = getattr(stage.config, stage.part.field.split()[-1])  # named as in errors, such as "jump: head"
+    if config.path is not None and index:
+        config = replace(config, path=f"{config.path}.dp{index}")
+    if isinstance(stage.part, MedusaHeads):
+        num_draft = min(num_draft, len(stage.part.layers[0]))
+    stage.training = Learner(stage.part, config, folder, end, num_draft, exits)
+    return stage.training
+
+
+def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None:
+    """The end of a loaded model; None, with a sentence in the log, unless it computes the logits of the model."""
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            end = _read(model, num_layers, vocab_size)
+            token_ids = torch.arange(_NUM_PROBES, device=end.norm_weight.device)
+            states = end.passes(num_layers, _NUM_PROBES)(end.embed(token_ids)).to(model.lm_head.weight.dtype)
+            logits, expected = end.logits(states), model.compute_logits(states).float()
+            if bool((logits - expected).abs().max() <= _TOLERANCE * expected.abs().max()):
+                return end
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # a model of another make, or shape
+            pass
+    logger.warning("learn: nothing is learned, for the head of %s cannot be trained through.", type(model).__name__)
+    return None
+
+
+def _read(model: Any, num_layers: int, vocab_size: int) -> ServedEnd:
+    norm, processor = model.model.norm, model.logits_processor
+    eps, head = float(getattr(norm, "variance_epsilon", 0.0)), model.lm_head.weight[:vocab_size].detach()
+    weight = effective_norm_weight(norm, norm.weight, eps)
+    if weight is None:
+        raise ValueError("no RMSNorm")
+    embed = model.model.embed_input_ids
+    return ServedEnd(embed, weight, eps, head, float(processor.scale), processor.soft_cap, num_layers)

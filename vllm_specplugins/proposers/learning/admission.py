@@ -1,0 +1,37 @@
+"""Refuses `learn` where a part cannot be trained while it serves; before an engine loads anything."""
+
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig
+from vllm_specplugins.proposers.heads.jump_head import JumpHead
+
+
+def check_learning(config: SpecConfig, num_layers: int, tensor_parallel_size: int, has_adapters: bool) -> None:
+    """Raises ConfigError unless all parts that shall learn can do so in such an engine."""
+    trained = [part.method_config for part in config.parts if getattr(part.method_config, "is_trained", False)]
+    cases = {
+        "with tree": bool(config.tree),
+        f"where tensor_parallel_size is {tensor_parallel_size}": tensor_parallel_size > 1,
+        "where enable_lora is True": has_adapters,
+        "of an exit in a cascade": bool(config.stages) and any(isinstance(part, EarlyExitConfig) for part in trained),
+    }
+    for case, is_given in cases.items():
+        if is_given and trained:
+            raise ConfigError(f"{config.method}: learn must be false {case}, not true.")
+    for part in trained:
+        if isinstance(part, EarlyExitConfig):
+            _check_exit(part, num_layers)
+        elif isinstance(part, JumpConfig):
+            _check_jump(part)
+
+
+def _check_exit(config: EarlyExitConfig, num_layers: int) -> None:
+    if config.exit_head is None or config.one_pass or config.exit_layer >= num_layers:
+        raise ConfigError("early_exit: learn must be false without exit_head, with look_ahead or all layers, not true.")
+
+
+def _check_jump(config: JumpConfig) -> None:
+    head = JumpHead.read_config(config.head)
+    if (head.early_layers, head.late_layer) != (0, head.num_layers):
+        raise ConfigError(
+            "jump: learn must be false for a head with which layers run, not true: early_layers is "
+            f"{head.early_layers}, and late_layer {head.late_layer} of {head.num_layers} ({config.head})."
+        )
