@@ -30,7 +30,7 @@ def _bins(confidence):
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr", "sampled_ptr", "rejected_ptr"])
-def _learn_kernel(
+def _observe_kernel(
     state,
     # [R] int64, int32, int32
     slots_ptr,
@@ -194,7 +194,7 @@ def observe(
     num_rejected: torch.Tensor,  # [R]
 ) -> None:
     tiles = _tiles(state, _LEARN_TOKENS)
-    _learn_kernel[(len(state.shared_tried),)](state, slots, num_sampled, num_rejected, len(slots), **tiles, num_warps=4)
+    _observe_kernel[(len(state.shared_tried),)](state, slots, num_sampled, num_rejected, len(slots), **tiles, num_warps=4)
 
 
 def predict(

@@ -94,4 +94,4 @@ def test_few_variants() -> None:
                     predict(state, slots, drafts, torch.zeros(num_rows, 5)[first:], "fused")
                     for depth in (1, 4):
                         worth(state, slots, drafts, Other(depth % 2, depth, True, sampled), None, "fused")
-    assert sorted(name for name, _ in keys) == ["_learn_kernel", "_predict_kernel", "_worth_kernel"]
+    assert sorted(name for name, _ in keys) == ["_observe_kernel", "_predict_kernel", "_worth_kernel"]

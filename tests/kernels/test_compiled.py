@@ -22,12 +22,12 @@ MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64, "_limit_kernel": 64, 
 MAX_REGISTERS |= {"_newest_kernel": 64, "_join_kernel": 64, "_worth_kernel": 64}
 MAX_REGISTERS |= {"_attend_kernel": 128, "_walk_kernel": 64, "_compact_kernel": 64}
 # One program of 16 warps, which has a multiprocessor for itself, one of 4, and small ones.
-MAX_REGISTERS |= {"_share_kernel": 128, "_learn_kernel": 128, "_predict_kernel": 64}
+MAX_REGISTERS |= {"_share_kernel": 128, "_observe_kernel": 128, "_predict_kernel": 64}
 LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
 LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
 LIMITS["gfx942"] = {name: min(limit, 64) for name, limit in MAX_REGISTERS.items()}
-LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 128, "_attend_kernel": 168}
+LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_observe_kernel": 128, "_share_kernel": 128, "_attend_kernel": 168}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_scan_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
