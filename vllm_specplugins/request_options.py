@@ -48,6 +48,8 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_context": _integer_up_to(MAX_CONTEXT),
     "learn": _FLAG,
 }
+PLAIN = tuple(_PLAIN)
+STORES_NOTHING = {"learn": False}  # options of a request that leaves nothing for later ones
 SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # no custom proposer reads these
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import BIN_ENDS, DECAY, MAX_STEP_TOKENS, NUM_BINS, PRIOR_WEIGHT, SHARED_DECAY, Drafts, Other, State, Worth
 
-_LEARN_TOKENS, _PREDICT_TOKENS = 128, 32  # of a tile
+_OBSERVE_TOKENS, _PREDICT_TOKENS = 128, 32  # of a tile
 _B, _BIN_LANES, _BIN_ENDS = (
     tl.constexpr(NUM_BINS),
     tl.constexpr(triton.next_power_of_2(NUM_BINS)),
@@ -193,8 +193,10 @@ def observe(
     num_sampled: torch.Tensor,  # [R]
     num_rejected: torch.Tensor,  # [R]
 ) -> None:
-    tiles = _tiles(state, _LEARN_TOKENS)
-    _observe_kernel[(len(state.shared_tried),)](state, slots, num_sampled, num_rejected, len(slots), **tiles, num_warps=4)
+    tiles = _tiles(state, _OBSERVE_TOKENS)
+    _observe_kernel[(len(state.shared_tried),)](
+        state, slots, num_sampled, num_rejected, len(slots), **tiles, num_warps=4
+    )
 
 
 def predict(

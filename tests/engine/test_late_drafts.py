@@ -181,7 +181,7 @@ def test_the_last_tokens_come_before_forgetting(steps: Steps) -> None:
 
 
 def test_nothing_is_kept_for_who_does_not_answer(steps: Steps) -> None:
-    """It hangs: one fault, no wait, as much as MOST_UNREAD steps kept; then it drafts for who comes. Kills: a hang that
+    """It hangs: one fault, no wait, as much as MAX_UNREAD steps kept; then it drafts for who comes. Kills: a hang that
     nobody counts; tokens that pile up; a text with a hole."""
     release = threading.Event()
     steps.add("a", 2)
@@ -192,10 +192,10 @@ def test_nothing_is_kept_for_who_does_not_answer(steps: Steps) -> None:
     time.sleep(0.1)
     steps.late.step(K)
     assert steps.barrier.counters.faults == {"hangs": 1}
-    for _ in range(3 * late.MOST_UNREAD):
+    for _ in range(3 * late.MAX_UNREAD):
         steps.sample(1, "a")
         steps.late.step(K)
-        assert len(steps.late._unread) + len(steps.late._read) <= late.MOST_UNREAD
+        assert len(steps.late._unread) + len(steps.late._read) <= late.MAX_UNREAD
     assert steps.late._requests == {} and steps.late._unread == steps.late._read == late.deque()
     assert steps.barrier.counters.faults == {"hangs": 1}
     steps.barrier.guard._budget_ms = 60_000
@@ -213,11 +213,11 @@ def test_where_nothing_is_drafted(steps: Steps) -> None:
     """The proposer sees the tokens, now and then, and drafts none. Kills: a store that misses them; drafts in vain."""
     begun(steps)
     steps.step(0)
-    for _ in range(late.MOST_UNREAD + 1):
+    for _ in range(late.MAX_UNREAD + 1):
         steps.sample(1, "a")
         time.sleep(0.001)
     steps.barrier.settle()
-    assert steps.proposer.seen[-1]["a"] == 12 + late.MOST_UNREAD and len(steps.proposer.seen) < 5
+    assert steps.proposer.seen[-1]["a"] == 12 + late.MAX_UNREAD and len(steps.proposer.seen) < 5
     assert steps.late._requests.keys() == {"a", "b"}
 
 

@@ -90,7 +90,7 @@ def test_faults_are_seen(
 
         def wrong(rows: Any, parents: Any) -> None:
             put(rows, parents)
-            own, chain = trees.own(rows), (nodes - 1).clamp(min=0)
+            own, chain = trees.table_rows(rows), (nodes - 1).clamp(min=0)
             table, value = {
                 "masks": (trees._ancestors, (2 << nodes) - 1),
                 "positions": (trees._depths, nodes),

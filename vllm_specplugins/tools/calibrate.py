@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 import torch
 
 from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.proposers.learning.distillation import exit_guesser
 from vllm_specplugins.tools.base_model import BaseModel, load_config, load_tokenizer
 from vllm_specplugins.tools.bench.command import measure, num_prompts
 from vllm_specplugins.tools.bench.report import tell
@@ -23,7 +22,7 @@ from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.picker import NONE, Config, pick
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files, say, show_table
-from vllm_specplugins.tools.training.kinds import initial_head
+from vllm_specplugins.tools.training.kinds import exit_guesser, initial_head
 from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
 
 MIN_STEPS = 8  # of an output: fewer tell little about an exit

@@ -21,6 +21,7 @@ from vllm_specplugins.engine.emitted import VERIFIED
 from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, faults, totals
 from vllm_specplugins.engine.harness.traffic import Answer, Forced, Machine, Traffic, Turn
 from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.request_options import STORES_NOTHING
 
 SLICE_S = 0.3
 GO_ON = True  # the message
@@ -95,7 +96,7 @@ def _serve_all(
     # A GPU would work on while the clock stands still.
     clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
     keeps = "store_path" in repr(config)  # a store of the user, which stays as it is
-    extra_args, salt = {"specplugins": {"learn": False}} if keeps else None, None
+    extra_args, salt = {"specplugins": STORES_NOTHING} if keeps else None, None
     steps = _Steps(llm, clock)
     while (traffic := pipe.recv()) is not None:
         if keeps:

@@ -1,4 +1,4 @@
-"""Model Runner V2: LoRA adapters of the rows that are drafted, and of those that are verified."""
+"""Model Runner V2: the LoRA adapters of rows that are drafted and verified."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm_specplugins.engine.target.layers import Adapters
 
 
 def adapters_of(runner: Any, input_batch: Any, rehearses: bool) -> Adapters:
-    """Those of a batch's requests; a rehearsal's requests have none."""
+    """The adapters of a batch's requests; a rehearsal has none."""
     state = runner.lora_state
     if rehearses:
         return Adapters(runner._set_active_loras, np.zeros(input_batch.num_reqs, np.int32), set())
@@ -17,7 +17,7 @@ def adapters_of(runner: Any, input_batch: Any, rehearses: bool) -> Adapters:
 
 
 def map_all_logits(runner: Any) -> None:
-    """vLLM maps one row of logits of each request to its adapter; a step that verifies drafts has more of them."""
+    """Maps all rows of logits to adapters: vLLM maps one a request, and a step that verifies drafts has more."""
     prepare_inputs, make_lora_inputs = runner.prepare_inputs, runner.lora_state.make_lora_inputs
     num_logits = np.zeros(0, np.int64)
 

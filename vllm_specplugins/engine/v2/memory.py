@@ -1,5 +1,5 @@
-"""Model Runner V2: the memory that drafting takes beside the target. vLLM's start estimates what CUDA graphs will take
-before it makes the KV cache, and one line of the log names the large buffers."""
+"""Model Runner V2: the memory of drafting. vLLM's estimate of CUDA graphs, which it makes before the KV cache, includes
+ours, and one line of the log names the large buffers."""
 
 import gc
 import logging
@@ -11,28 +11,28 @@ import torch
 from vllm_specplugins.engine.hooks import replaced, wrap
 
 logger = logging.getLogger("vllm.specplugins")
-_NUM_SAMPLES = 2  # graphs of each depth, the largest: vLLM's estimate of its own goes by as many
-_LEAST_BYTES = 1 << 20  # of a graph, as in that estimate
+_NUM_SAMPLES = 2  # graphs of each depth, the largest ones, as in vLLM's estimate
+_LEAST_BYTES = 1 << 20  # of a graph, as in vLLM's estimate
 
 
 class FewGraphs(dict[int, Any]):
-    """A speculator's graph managers by depth, while vLLM profiles: each records its largest graphs, none replays."""
+    """A speculator's graph managers by depth while vLLM profiles: each records its largest graphs, none replays."""
 
     def __init__(self, runner: Any):
         self._runner = runner
 
     def items(self) -> Any:
-        """Those that shall record."""
+        """The managers, set up to record few graphs."""
         for graphs in self.values():
             graphs.pool = self._runner.cudagraph_manager.pool  # which goes with the profile
             graphs._max_full_descs_to_capture, graphs._capture_mem_samples = _NUM_SAMPLES, []
         return super().items()
 
     def get(self, *_: Any) -> None:
-        """Of a depth."""
+        """None: nothing replays."""
 
     def missing_bytes(self) -> int:
-        """The memory of all graphs that were not recorded; vLLM has measured the others."""
+        """The memory of the graphs that were not recorded; vLLM has measured the others."""
         return sum(
             (sum(map(len, graphs._capture_descs.values())) - len(samples)) * max(_LEAST_BYTES, *samples[1:])
             for graphs in self.values()
@@ -41,12 +41,12 @@ class FewGraphs(dict[int, Any]):
 
 
 def attach(runner: Any, speculator: Any) -> None:
-    """Puts a speculator's graphs into the runner's estimate."""
+    """Adds a speculator's graphs to the runner's estimate."""
     wrap(runner, "profile_cudagraph_memory", partial(_with_drafting, runner, speculator))
 
 
 def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
-    """vLLM's estimate. It frees what its profile has made, graphs and a KV cache; none of it may stay here."""
+    """vLLM's estimate with our graphs. vLLM frees the graphs and the KV cache of its profile; we keep none of them."""
     few = FewGraphs(runner)
     with replaced(speculator, {"_graphs_of": few}):
         total: int = estimate() + few.missing_bytes()
@@ -60,7 +60,7 @@ def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
 
 
 def tell_buffers(runner: Any, speculator: Any) -> None:
-    """Logs the largest buffers that exist because of speculation, where vLLM has just made them."""
+    """Logs the largest buffers of speculation."""
     sizes = buffer_bytes(runner, speculator)
     logger.info(
         "Speculation with num_speculative_tokens=%d and max_num_seqs=%d takes %.2f GiB beside the KV cache: %s.",
@@ -72,7 +72,7 @@ def tell_buffers(runner: Any, speculator: Any) -> None:
 
 
 def buffer_bytes(runner: Any, speculator: Any) -> dict[str, int]:
-    """Bytes by name, of what vLLM allocates for our drafts, and of what we do."""
+    """Bytes by name of the buffers that vLLM and we allocate for drafts."""
     texts = getattr(getattr(speculator, "lookups", None), "texts", None)
     buffers = {
         "tokens of all requests": None if texts is None else texts.histories.token_ids,

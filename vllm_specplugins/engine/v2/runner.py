@@ -1,6 +1,6 @@
 """Adapter for Model Runner V2: the default wherever Triton works.
 
-What reads tokens on the host waits for them (speculators/host.py); the rest drafts on the device (device.py there).
+A proposer that reads tokens on the host waits for them (speculators/host.py); others draft on the device (device.py).
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
-    """Hands the runner's news of requests to our speculator, and the true draft lengths to its scheduler."""
+    """Has our speculator follow the runner's requests and steps, and reports true draft lengths to the scheduler."""
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
         return
@@ -123,7 +123,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
 
 def put_forced(runner: Any, scheduler_output: Any) -> None:
-    """Puts what a grammar forced among the drafts, before the step that verifies them; each is certain."""
+    """Puts the tokens that a grammar forces among the drafts, with a one-hot q, before the step that verifies them."""
     slots_of = runner.req_states.req_id_to_index
     forced = forced_in(scheduler_output).items()
     cells = [(slots_of[id_], num + i, token) for id_, (num, ids) in forced for i, token in enumerate(ids)]
@@ -138,7 +138,7 @@ def put_forced(runner: Any, scheduler_output: Any) -> None:
 
 
 def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: Any) -> Any:
-    """A step in which nothing is drafted, as in the one before, is one of a runner without a speculator."""
+    """Samples; if neither this step nor the last one drafts, as a runner without a speculator."""
     step = runner.execute_model_state
     if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
         if speculator.readings is not None:
@@ -155,7 +155,7 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
 
 
 def _noted(speculator: Any, output: Any) -> Any:
-    """A step's output, of which a proposer that drafts late shall see the tokens, and a part that learns."""
+    """The output, after late drafts and a part in training have noted its tokens."""
     for watcher in (speculator.barrier.late, speculator.readings):
         if watcher is not None and hasattr(output, "model_runner_output"):
             watcher.note(SampledTokens.of(output))
@@ -163,14 +163,14 @@ def _noted(speculator: Any, output: Any) -> Any:
 
 
 def _trimming_as(ours: Any, theirs: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where the runner asks vLLM's own speculator whether it shall trim the drafts."""
+    """Answers for our speculator when the runner asks vLLM's whether drafts are trimmed."""
     trims = isinstance(ours, DeviceSpeculator) and ours.enable_adaptive_verification
     with replaced(theirs, {"enable_adaptive_verification": trims}):
         return initialize(*args, **kwargs)
 
 
 def _trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where the runner learns which attention backends there are."""
+    """Creates adaptive verification when the attention backends are known, or plans lengths."""
     create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner, speculator)
     with replaced(model_runner, {"maybe_create_adaptive_verification_manager": create}):
         return initialize(*args, **kwargs)

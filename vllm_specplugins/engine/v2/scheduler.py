@@ -1,11 +1,11 @@
-"""Schedulers of Model Runner V2: how many tokens a step drafts for each request, and how many of them are planned.
+"""Schedulers of Model Runner V2: choose how many tokens a step drafts for each request, and plan their verification.
 
-One number for all requests, by what steps have taken and brought (gate/step_times.py). It is chosen here, in one
-process, so that ranks cannot differ, and reaches them with the step. vLLM asks where it has a schedule of its own.
+The number is the same for all requests, by the measured times and accepted tokens of steps (gate/step_times.py). The
+scheduler's process alone chooses it, so ranks cannot differ. vLLM asks for it as for its `dynamic_sd_lookup`.
 
-Scheduled asynchronously, a step is planned before the drafts exist that it will verify. Where they are trimmed on the
-device all are planned; else as many as the request's last known draft had, which the worker reports on its output: a
-request for which nothing is found costs one token, not K + 1, from the third step on. Before, its options count.
+The asynchronous scheduler plans a step before the drafts exist that the step verifies. If drafts are trimmed on the
+device, it plans K tokens; otherwise the length of the request's last known draft, which the worker reports on its
+output: from the third step on, a request without a match costs one token, not K + 1. Before, its options count.
 """
 
 from collections.abc import Callable
@@ -22,35 +22,34 @@ from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 from vllm_specplugins.request_options import draft_limit
 
-_UNPROVEN = 5  # tokens that are planned for a request with a grammar until more of a draft were right
-_FREE = 64  # tokens of a step: up to these a GPU takes as long as for one of each request
-_VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: tokens that the step before had drafted
+_UNPROVEN = 5  # tokens that are planned for a request with a grammar until more of its draft are accepted
+_FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
+_VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: the draft length of the step before
 
 
 class DraftLengths:
-    """vLLM's `dynamic_sd_lookup`: by number of requests, how many tokens to draft for each in this step.
+    """vLLM's `dynamic_sd_lookup`: maps a number of requests to the number of tokens to draft for each in this step.
 
-    A length holds for two steps at least: the second one drafts as many tokens as it verifies, and so tells what both
-    take. A step takes from the end of the step before to its end, whoever was in that one: meanwhile the device has
-    worked on it alone, or the host.
+    A length holds for two steps at least: the second step drafts as many tokens as it verifies, so its time is that of
+    this length. A step's time begins at the end of the step before, since the device or the host work on one at a time.
 
     Args:
-        most: K.
+        max_num_draft: K.
         clock: seconds.
         longest_chain, cliff, trims: see StepTimes.
     """
 
     def __init__(
         self,
-        most: int,
+        max_num_draft: int,
         clock: Callable[[], float] = perf_counter,
         longest_chain: int = 0,
         cliff: float = CLIFF,
         trims: bool = False,
     ):
-        self.times, self._clock = StepTimes(most, longest_chain, cliff, trims), clock
-        self._length, self._holds = most, False
-        self._at = nan  # when the last step was over
+        self.times, self._clock = StepTimes(max_num_draft, longest_chain, cliff, trims), clock
+        self._length, self._holds = max_num_draft, False
+        self._at = nan  # when the last step ended
 
     def __getitem__(self, num_reqs: int) -> int:
         self._holds = not self._holds
@@ -59,14 +58,14 @@ class DraftLengths:
         return self._length
 
     def tell(self, scheduled: Any, output: Any) -> None:
-        """A step is over."""
+        """Measures a step that has ended."""
         before, self._at, counts = self._at, self._clock(), scheduled.num_scheduled_tokens
         drafts, length = scheduled.scheduled_spec_decode_tokens, getattr(scheduled, _VERIFIES, None)
         if length != scheduled.num_spec_tokens_to_schedule:
             return
         num_reqs, share, emitted = len(counts), 1.0, output.sampled_token_ids
         total, num_drafts = scheduled.total_num_scheduled_tokens, sum(map(len, drafts.values()))
-        if total > num_reqs + num_drafts:  # prompts are taken in, too
+        if total > num_reqs + num_drafts:  # the step read prompts, too
             num_reqs, verified = len(drafts) or list(counts.values()).count(1), getattr(output, VERIFIED, num_drafts)
             share = (num_reqs + min(verified, num_drafts)) / (total - num_drafts + min(verified, num_drafts))
             emitted = [emitted[output.req_id_to_index[request_id]] for request_id in drafts]
@@ -74,12 +73,12 @@ class DraftLengths:
             self.times.add(num_reqs, length, 1000 * (self._at - before), list(map(len, emitted)), share)
 
     def pause(self) -> None:
-        """No request is left: until the next one comes no step runs."""
+        """Stops the clock while there are no requests."""
         self._at = nan
 
 
 class _Choosing(CountsEmitted):
-    """Mixin over a scheduler of vLLM's."""
+    """A mixin over vLLM's schedulers."""
 
     dynamic_sd_lookup: Any
     requests: dict[str, Any]
@@ -111,7 +110,7 @@ class _Choosing(CountsEmitted):
 
 
 class ChoosingScheduler(_Choosing, Scheduler):
-    """vLLM's synchronous scheduler, which knows the drafts, on both model runners."""
+    """vLLM's synchronous scheduler, which knows the drafts; for both model runners."""
 
 
 class PlannedScheduler(_Choosing, AsyncScheduler):
@@ -124,7 +123,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         self._plans_trees = self.vllm_config.speculative_config.plugin_config.tree  # which nothing trims later
         has_graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         self._has_graphs = has_graphs and not self._plans_trees
-        self._has_options = False  # whether any request that lives had some when it came
+        self._has_options = False  # whether any live request was added with some
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
@@ -132,8 +131,8 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         lengths = getattr(model_runner_output, REPORT, None)
-        if lengths and scheduler_output.num_spec_tokens_to_schedule:  # or else nothing was asked for
-            if self._lengths is not None and not self._planned:  # the worker found no way to trim
+        if lengths and scheduler_output.num_spec_tokens_to_schedule:  # otherwise the step did not draft
+            if self._lengths is not None and not self._planned:  # the worker cannot trim
                 self._lengths.times.expect(trims=False)
             self._planned.update(lengths.items())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -154,17 +153,17 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
             request.spec_token_ids = request.spec_token_ids[:length]
 
     def _fill_a_graph(self, requests: list[Any]) -> bool:
-        """Whether K tokens of each cost nothing: then all are planned, and the step is one full graph. With more
-        requests what was not found costs more than the launches of pieces, by which the device is late."""
-        most = self.num_spec_tokens
-        return len(requests) * (1 + most) <= _FREE and all(
-            len(request.spec_token_ids) == most == self._limit(request) and not request.use_structured_output
+        """Whether K tokens of each request cost nothing: then all are planned, and the step is one full graph. With
+        more requests the tokens without a match cost more than a step that is no graph."""
+        max_num_draft = self.num_spec_tokens
+        return len(requests) * (1 + max_num_draft) <= _FREE and all(
+            len(request.spec_token_ids) == max_num_draft == self._limit(request) and not request.use_structured_output
             for request in requests
         )
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Where a grammar has to see the drafts; those of the next step are planned already, and cut here: a row of a
-        grammar's mask is filled for each, found or not."""
+        """Cuts the plan of the next step for requests with a grammar: vLLM fills a row of the grammar's mask for each
+        planned token."""
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         before, self._num_tokens = self._num_tokens, {}
         for request_id in draft_token_ids.req_ids:
@@ -176,14 +175,14 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
                 request.spec_token_ids = request.spec_token_ids[:_UNPROVEN]
 
     def _allowed(self, request: Any) -> int:
-        """Tokens to plan. The step that was just scheduled emits at least one token, which the request lacks here."""
+        """The tokens to plan."""
         limit, planned = self._limit(request), self._planned.get(request.request_id)
         return limit if planned is None else min(planned, limit)
 
     def _limit(self, request: Any) -> int:
-        limits = self._limits_of(request)
+        limits = self._limits_of(request)  # the step that was just scheduled emits at least one token more
         return draft_limit(limits.options, request.num_tokens, self.num_spec_tokens, limits.length_limit - 1)
 
     def _limits_of(self, request: Any) -> RequestLimits:
-        """The next turn of a session may have others."""
+        """The limits of the request's current turn: those of a session change."""
         return RequestLimits.of(request.sampling_params, request.num_prompt_tokens, self.max_model_len)

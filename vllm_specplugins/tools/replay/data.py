@@ -11,11 +11,11 @@ import numpy as np
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.parsing import parse_config
-from vllm_specplugins.request_options import MAX_CONTEXT, Limits, understood
+from vllm_specplugins.request_options import MAX_CONTEXT, PLAIN, REFERENCE, Limits, understood
 from vllm_specplugins.tools.data import Sample, Tokenizer, accepted_lengths, answered, token_ids
 
 LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
-CHECKED = ("enabled", "learn", "max_draft", "max_context", "reference")  # others belong to a method
+CHECKED = (*PLAIN, REFERENCE)  # others belong to a method
 Accepted = Mapping[str, Int32Array]
 DEEPEST = 64  # levels of options: proposers get a copy of them
 LIMITS = Limits(parse_config({"method": "prompt_lookup"}), vocab_size=1 << 31, max_model_len=MAX_CONTEXT)

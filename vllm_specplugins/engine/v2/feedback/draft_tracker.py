@@ -34,7 +34,7 @@ class DraftTracker:
         accept_probs: [rows, K], of this step's drafts, 0 after a draft's end.
         shared_probs: the same by slot, where the host reads them, too; None: see new_accept_probs.
         implementation: of kernels/acceptance; "reference" where a kernel failed its check.
-        learned, fates: the draft to learn from where it is not the one sent (trees); of the last one (accepted + 1,
+        learned, fates: the observed draft where it is not the one sent (trees); of the last one (accepted + 1,
             rejected), [R] int32 each.
     """
 

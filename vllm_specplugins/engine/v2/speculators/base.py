@@ -1,7 +1,7 @@
-"""Model Runner V2: what a speculator of ours is to the runner, and what one that runs the target's layers needs.
+"""Model Runner V2: the base of our speculators, with the buffers of those that run the target's layers.
 
-Nothing here waits for the device. Rows in the middle of their prompt are drafted for like all others: their tokens are
-thrown away by the scheduler, and what they write to the KV cache lies in slots that are written again.
+Nothing here waits for the device. Rows in the middle of their prompt are drafted for, too: the scheduler drops their
+tokens, and later steps overwrite their slots of the KV cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ from vllm_specplugins.target import Sampling, Target
 
 
 class Speculator(DraftModelSpeculator):
-    """To V2 a draft model without weights and without attention layers of its own.
+    """For V2, a draft model without weights and attention layers.
 
-    Whose the rows are stands in `idx_mapping`; what drafting begins with is read from vLLM's states of requests, which
-    stay where they are, and so may be read in a graph. Sampling parameters do not: they are copied once a request.
+    `idx_mapping` has the slots of the rows. Drafting begins with vLLM's states of requests, whose buffers a graph can
+    read. Sampling parameters are copied once a request, since vLLM's change places.
     """
 
     draft_attn_layer_names: set[str]
@@ -62,14 +62,14 @@ class Speculator(DraftModelSpeculator):
     def _make_buffers(self, config: Any) -> None:
         rows, device = self.max_num_reqs, self.device
         self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        kinds = {type(own) for row, own in drafters(config.plugin_config) if row.runs_target}
+        kinds = {type(method_config) for row, method_config in drafters(config.plugin_config) if row.runs_target}
         if kinds != {EarlyExitConfig}:
             self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
         if config.draws_as_verified:
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
             self.verified = Verified(self.temperature, self.seeds, *limits)
         if self.draft_logits is not None:
-            # One row more takes what is drafted for nobody.
+            # One row more takes the drafts of padding.
             shape, dtype = (rows + 1, *self.draft_logits.shape[1:]), self.draft_logits.dtype
             self.draft_logits = None  # there may not be room for both
             self._draft_logits = torch.zeros(shape, dtype=dtype, device=device)
@@ -77,11 +77,11 @@ class Speculator(DraftModelSpeculator):
 
     @property
     def _most_tokens(self) -> int:
-        """Of a request; less than at first where vLLM fits it to the memory."""
+        """The longest request; vLLM may fit it to the memory."""
         return self.vllm_config.model_config.max_model_len
 
     def spares(self, input_batch: Any) -> bool:
-        """Whether nobody needs more of that stage in this step than that it takes tokens in."""
+        """Whether the built-in stage need only read tokens in this step."""
         return False
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -100,13 +100,13 @@ class Speculator(DraftModelSpeculator):
         self.supports_decode_metadata_update &= all(updates_in_place(group) for group in chain(*self.attn_groups))
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
-        """The metadata builders need the names of the target's layers; the runner must go on seeing none of ours."""
+        """Builds metadata for the target's layers; the runner must see no layers of ours."""
         if not self.runs_target:
             return
-        none_of_our_own: set[str] = self.draft_attn_layer_names
+        no_layers: set[str] = self.draft_attn_layer_names
         self.draft_attn_layer_names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
         super().set_attn(model_state, kv_cache_config, *rest)
-        self.draft_attn_layer_names = none_of_our_own
+        self.draft_attn_layer_names = no_layers
 
     def add(self, requests: Sequence[Request]) -> None:
         """Takes requests, at least one."""
@@ -150,28 +150,28 @@ class Speculator(DraftModelSpeculator):
             torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
         if self.readings is not None:
             self.readings.on_step(input_batch, last_hidden_states, last_rows)
-        most = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
-        self._draft_step(input_batch, num_sampled, num_rejected, most)
+        max_draft = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        self._draft_step(input_batch, num_sampled, num_rejected, max_draft)
         return self.draft_tokens[:num_reqs]
 
     def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
-        """Where the state stands that each request's newest token was sampled from, [num_reqs]."""
+        """The rows of the states that the newest tokens were sampled from, [num_reqs]."""
         num_reqs = input_batch.num_reqs
         return input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
 
     def plan_for(self, seq_lens: torch.Tensor) -> None:
-        """Says what attention plans for, where a draft is not a graph: these lengths, on the host, and a draft."""
+        """Has attention plan for these lengths, on the host, and a draft; for drafts without a graph."""
         self.draft_max_seq_len = min(int(seq_lens.max()) + self.num_speculative_steps, self._most_tokens)
 
     def _edit_of(self, input_batch: Any) -> Any:
-        """`draft.Target.edit`: rare, so that graphs do without and a step that needs it is drafted for eagerly."""
+        """`draft.Target.edit`, which is rare: a step that needs it drafts without a graph."""
         sampler = self.rejection_sampler()
-        if not hasattr(sampler, "editor") or sampler.was_plain(input_batch):  # vLLM's own has none
+        if not hasattr(sampler, "editor") or sampler.was_plain(input_batch):  # vLLM's has no editor
             return None
         return sampler.editor.edit_of_drafts(input_batch.idx_mapping.long(), input_batch.idx_mapping_np)
 
     def _batch_of(self, input_batch: Any, edit: Any = None, attends: bool = True) -> DraftBatch:
-        """A step's, outside of graphs."""
+        """The batch of a step without a graph."""
         num_reqs, forward = input_batch.num_reqs, None
         if self.runs_target:
             forward = PagedForward(
@@ -186,7 +186,7 @@ class Speculator(DraftModelSpeculator):
         return DraftBatch(request_ids, (), max_num_draft, [{}] * num_rows, target)
 
     def _target(self, num_rows: int, forward: Any, edit: Any) -> Target:
-        """As the states of requests have it; of nobody's rows, no token of any request."""
+        """The target as the states of requests have it; rows of padding have no request's token."""
         req_states, verified = self._req_states, self.verified
         limits = () if verified is None else (verified.top_k, verified.top_p, verified.min_p)
         last_token_ids, num_tokens, temperature, seeds, *limits = newest(

@@ -1,7 +1,7 @@
-"""Model Runner V2: drafts of a proposer on the host that nobody waits for.
+"""Model Runner V2: drafts of a proposer on the host that no step waits for.
 
-It drafts in a thread of its own, from the tokens that have arrived, which are a step or two old. What was sampled since
-then the device holds against the draft; where both agree it drops that, and drafts the rest. R: rows of the batch, L:
+The proposer drafts in a thread from the tokens that have arrived, which are a step or two old. The device compares the
+draft with the tokens that were sampled since; if both agree, it drafts the tokens after these. R: rows of the batch, L:
 3 K + 2 tokens, a draft of K after two steps of K + 1 each.
 """
 
@@ -26,12 +26,12 @@ from vllm_specplugins.structures.arrays import Views
 from vllm_specplugins.structures.drafts import columns
 
 _SLOT, _START, _NUM_DRAFT, _CONFIDENCE, _TOKENS = range(5)  # columns of the table; tokens to its end
-MOST_UNREAD = 64  # steps whose tokens are kept for a proposer that hangs or is switched off
-_READ_AT = 32  # steps after which it sees them, though nothing is drafted
+MAX_UNREAD = 64  # steps that wait for a proposer that hangs or is switched off
+_READ_AT = 32  # steps after which it sees them, even if none drafts
 
 
 def late_length(max_num_draft: int) -> int:
-    """L of K."""
+    """L for K."""
     return 3 * max_num_draft + 2
 
 
@@ -52,14 +52,14 @@ class LateDrafts:
         self._req_states, self._group = req_states, get_tp_group()
         self._drafts = self._group.rank_in_group == 0  # for all ranks
         self._max_num_draft, self._length, self._vocab_size = max_num_draft, late_length(max_num_draft), vocab_size
-        # Of each slot its newest draft: the slot, the place of the first token, how many, how sure, and the tokens.
+        # The newest draft of each slot: slot, position of the first token, number, confidence, and the tokens.
         shape = req_states.max_num_reqs, _TOKENS + self._length
         self._table = torch.zeros(shape, dtype=torch.int32, device=device)
         self._requests: dict[str, Request] = {}
-        self._num_unread: dict[Request, int] = {}  # of those that took part in a step, their steps in `_unread`
-        self._ended: list[Request] = []  # of whose tokens the proposer has not seen all
+        self._num_unread: dict[Request, int] = {}  # their steps in `_unread`, once they took part in one
+        self._ended: list[Request] = []  # the proposer has not seen all of their tokens
         self._unread, self._read = deque[_Step](), deque[_Step]()  # the proposer's thread takes the latter
-        self._most = max_num_draft
+        self._max_draft = max_num_draft
 
     def add(self, requests: Sequence[Request]) -> None:
         """Takes requests."""
@@ -72,7 +72,7 @@ class LateDrafts:
         self._table[:, _NUM_DRAFT].index_fill_(0, async_tensor_h2d(slots, self._table.device), 0)
 
     def remove(self, request_ids: Any) -> None:
-        """Drops requests that are over, or were preempted, once the proposer has seen their tokens."""
+        """Drops requests that ended or were preempted, once the proposer has seen their tokens."""
         gone = [self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests]
         self._ended += [request for request in gone if request in self._num_unread]
 
@@ -87,42 +87,42 @@ class LateDrafts:
         self._unread.append((sampled, requests))
         if len(self._unread) > _READ_AT:
             self._take_turns()
-        if len(self._unread) + len(self._read) > MOST_UNREAD:
+        if len(self._unread) + len(self._read) > MAX_UNREAD:
             self._forget_all()
 
-    def step(self, most: int) -> None:
-        """On every rank, before a step drafts so many tokens: takes what has been drafted, and asks for more."""
+    def step(self, max_draft: int) -> None:
+        """Takes finished drafts and asks for more, on every rank, before a step that drafts at most so many tokens."""
         if self._drafts:
-            self._most = most
+            self._max_draft = max_draft
             self._take_turns()
         if self._group.world_size > 1:
             self._group.broadcast(self._table, src=0)
 
     def settle(self) -> None:
-        """Begins to have the proposer see all that has come, since no step follows for a while."""
+        """Shows the proposer all tokens that have arrived, since no step follows for a while."""
         if self._drafts:
             self.guard.settle()
             self._begin(0)
 
     def _take_turns(self) -> None:
         self._enter(self.guard.take())
-        self._begin(self._most)
+        self._begin(self._max_draft)
 
     def _enter(self, drafted: tuple[Sequence[Request], Int32Array] | None) -> None:
-        """Puts drafts into the table; those of requests that are over would be another's."""
+        """Puts drafts into the table, but for requests that have ended: another one may have their slot."""
         if drafted is None:
             return
         requests, rows = drafted
-        kept = [self._is_there(request) for request in requests]
-        if any(kept):
-            own = async_tensor_h2d(rows[kept], self._table.device)
-            self._table.index_copy_(0, own[:, _SLOT].long(), own)
+        is_there = [self._is_there(request) for request in requests]
+        if any(is_there):
+            drafts = async_tensor_h2d(rows[is_there], self._table.device)
+            self._table.index_copy_(0, drafts[:, _SLOT].long(), drafts)
 
     def _is_there(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
 
-    def _begin(self, most: int) -> None:
-        """Has the proposer see what has arrived, and draft, if most > 0, for the requests that go on."""
+    def _begin(self, max_draft: int) -> None:
+        """Shows the proposer the tokens that have arrived; it drafts for live requests if max_draft > 0."""
         if not self.guard.can_start:
             return
         over, asked = self._asked()
@@ -130,7 +130,7 @@ class LateDrafts:
             return
         may_draft = self.guard.may_draft(list(asked)) or [True] * len(asked)
         requests = [request for request, may in zip(asked.values(), may_draft, strict=True) if may]
-        wanted = {request for request in requests if most and self._is_there(request)}
+        wanted = {request for request in requests if max_draft and self._is_there(request)}
         options = [request.limits.options for request in requests]
         batch = DraftBatch([request.request_id for request in requests], (), np.zeros(len(requests), np.int32), options)
         self.guard.start(batch, partial(self._drafted, requests, wanted, self._read))
@@ -140,13 +140,13 @@ class LateDrafts:
         self.guard.forget(over)
 
     def _asked(self) -> tuple[list[str], dict[str, Request]]:
-        """Who is over and has all tokens here; by name whom the proposer shall see: them, and who has new ones."""
+        """The names of ended requests with all tokens here; and, by name, these and the requests with new tokens."""
         while self._unread and self._unread[0][0].arrived.query():
             self._read.append(self._unread.popleft())
             for _, request in self._read[-1][1]:
                 self._num_unread[request] -= 1
         asked = {request.request_id: request for request in reversed(self._ended) if not self._num_unread[request]}
-        # One that is back under its name is not shown before the proposer is told to forget it.
+        # A request with the name of an ended one waits until the proposer forgets that.
         over, ended = list(asked), {request.request_id for request in self._ended}
         for _, request in chain(*(requests for _, requests in self._read)):
             if request.request_id not in ended:
@@ -156,7 +156,7 @@ class LateDrafts:
     def _drafted(
         self, requests: Sequence[Request], wanted: set[Request], steps: deque[_Step]
     ) -> tuple[Sequence[Request], Int32Array]:
-        """In the proposer's thread: rows of the table."""
+        """Drafts in the proposer's thread; returns rows of the table."""
         while steps:
             sampled, rows_of = steps.popleft()
             for row, request in rows_of:
@@ -176,18 +176,18 @@ class LateDrafts:
         return requests, rows
 
     def _limit(self, request: Request) -> int:
-        """As much as there is room for, if it gets any: how much, the device knows."""
+        """L tokens, or as many as the request has room for, if it may have drafts: the device applies its limits."""
         limits, num_tokens = request.limits, request.num_tokens
         return min(self._length, limits.length_limit - 1 - num_tokens) * limits.max_draft_tokens(num_tokens, 1)
 
     def _forget_all(self) -> None:
-        """Requests whose tokens nobody read get no more of these drafts."""
+        """Ends late drafts for all live requests: the proposer does not read."""
         self.guard.forget([*self._requests, *(request.request_id for request in self._ended)])
         self._requests, self._num_unread, self._ended = {}, {}, []
         self._unread, self._read = deque(), deque()
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor) -> Match:
-        """What is left of each row's draft, [R] both; in a graph, like a match in a text."""
+        """The rest of each row's draft, like a match in a text; both arguments are [R]. A graph may record it."""
         slots = slots.long()
         row, lengths = self._table[slots], self._req_states.total_len.gpu[slots]
         start, drafted, tokens = row[:, _START], row[:, _NUM_DRAFT], row[:, _TOKENS:]

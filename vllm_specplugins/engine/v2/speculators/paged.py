@@ -37,13 +37,13 @@ class PagedForward(PagedLayers):
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
 
     def _at(self, run: Callable[..., torch.Tensor], fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As many tokens at once as the buffers hold: what comes first is in the KV cache when the rest asks for it."""
-        most = self._speculator.max_num_tokens // self._num_reqs
-        if positions.ndim == 1 or positions.shape[1] <= most:
+        """Runs as many tokens at once as the buffers hold; later pieces read the KV cache of earlier ones."""
+        max_length = self._speculator.max_num_tokens // self._num_reqs
+        if positions.ndim == 1 or positions.shape[1] <= max_length:
             return super()._at(run, fed, positions)
-        pieces = zip(fed.split(most, dim=1), positions.split(most, dim=1), strict=True)
-        found = [super(PagedForward, self)._at(run, *piece) for piece in pieces]
-        return torch.cat([part.view(self._num_reqs, -1, part.shape[-1]) for part in found], dim=1)
+        pieces = zip(fed.split(max_length, dim=1), positions.split(max_length, dim=1), strict=True)
+        outputs = [super(PagedForward, self)._at(run, *piece) for piece in pieces]
+        return torch.cat([part.view(self._num_reqs, -1, part.shape[-1]) for part in outputs], dim=1)
 
     @contextmanager
     def attention(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:

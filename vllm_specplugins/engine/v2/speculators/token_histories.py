@@ -1,7 +1,7 @@
 """Model Runner V2: the token histories that prompt lookup searches on the device.
 
-A request's own tokens are vLLM's, which keeps all of them on the device where `use_dense_all_token_ids` is set: 4 bytes
-for each place of max_num_seqs x max_model_len. A reference is copied there once, when its request comes.
+vLLM holds all tokens of requests on the device if `use_dense_all_token_ids` is set: max_num_seqs x max_model_len x 4
+bytes. A request's reference is copied to the device once, when the request is added.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,8 +67,7 @@ class TokenHistories:
                 self._spans.give_back(*self._taken.pop(request_id))
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
-        """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
-        do for any text and reference."""
+        """The match of each row. `longest` limits the tokens of a text; None: a graph is recorded, for any text."""
         if longest is not None:
             longest = max(longest, *(size for _, size in self._taken.values()), 1)
         return history_match(

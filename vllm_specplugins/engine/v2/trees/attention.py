@@ -1,4 +1,4 @@
-"""vLLM's Triton attention with a mask of ancestors, in steps that verify trees; all others run vLLM's own kernel.
+"""vLLM's Triton attention with a mask of ancestors for steps that verify trees; other steps run vLLM's kernel.
 
 A request's tokens outside of its tree are causal, so trees, chains and chunks of prompts share one launch. It takes no
 split of long texts: a program reads all keys of a request.
@@ -64,7 +64,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM's name for backends that are not its own
+        return "CUSTOM"  # vLLM's name for backends of others
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttentionImpl]:

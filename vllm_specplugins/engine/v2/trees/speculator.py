@@ -86,7 +86,7 @@ class TreeSpeculator(DeviceSpeculator):
             learned = self.outcomes.learned = prefix
         if prefix is not None:
             lengths = self._texts.histories.lengths[batch.slots, None]
-            self._learned[self.trees.own(rows)] = torch.cat((learned.token_ids, lengths), dim=1)
+            self._learned[self.trees.table_rows(rows)] = torch.cat((learned.token_ids, lengths), dim=1)
         return drafts
 
     def _grown(self, batch: DeviceBatch, rows: torch.Tensor, may_branch: Any = True, other: Any = None) -> DraftArrays:

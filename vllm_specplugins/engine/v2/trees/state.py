@@ -37,7 +37,7 @@ class Trees:
         self._num_slots = scheduler.max_num_seqs
         self._nodes = torch.arange(num_nodes + 1, device=device)
         self.chain = self._nodes[None, :-1]  # parents, [1, W - 1], of nodes that follow each other
-        # The last row is nobody's: of padding.
+        # The last row is that of padding.
         tables = torch.zeros(4, self._num_slots + 1, num_nodes + 1, dtype=torch.int64, device=device)
         self._parents, self._depths, self._ancestors, self._path = tables
         self.put(torch.arange(self._num_slots + 1, device=device), self.chain)
@@ -86,27 +86,27 @@ class Trees:
     def add(self, slots: list[int], branches: list[bool]) -> None:
         """Requests that are new, or back after a preemption, and whether they may have trees: what edits a row's logits
         by what stands before it, or reports them, takes that for a chain."""
-        branches = [own and not self._only_chains for own in branches]
-        own = async_tensor_h2d(np.array([slots, branches]), self.bits.device)
-        self._branches[own[0]] = own[1].bool()
-        self.put(own[0], self.chain)
+        branches = [branch and not self._only_chains for branch in branches]
+        rows, branches_there = async_tensor_h2d(np.array([slots, branches]), self.bits.device)
+        self._branches[rows] = branches_there.bool()
+        self.put(rows, self.chain)
 
     def stop(self, rejection_sampler: Any) -> None:
         """From now on drafts are chains; before any is made."""
         self._only_chains, rejection_sampler.trees = True, None
 
     def branches(self, rows: torch.Tensor) -> torch.Tensor:
-        """Whether requests of these slots, -1 for nobody's, may have trees, [R] bool."""
-        return self._branches[self.own(rows)]
+        """Whether requests of these slots, -1 for padding, may have trees, [R] bool."""
+        return self._branches[self.table_rows(rows)]
 
     def put(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
-        """New trees of these slots, -1 for nobody's: parents [R or 1, W - 1] int64 of all nodes but the root."""
-        own, parents = self.own(rows), pad(parents, (1, 0))
-        self._parents[own] = parents
-        self._depths[own], self._ancestors[own] = ancestors(parents)
+        """Stores new trees of these slots, -1 for padding: parents [R or 1, W - 1] int64 of all nodes but the root."""
+        rows, parents = self.table_rows(rows), pad(parents, (1, 0))
+        self._parents[rows] = parents
+        self._depths[rows], self._ancestors[rows] = ancestors(parents)
 
-    def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where tables of all slots have these, or nobody's."""
+    def table_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of tables for these slots, -1 for padding."""
         return torch.where(rows < 0, self._num_slots, rows)
 
     def _prepare(self, prepare: Any, input_batch: Any) -> Any:
@@ -179,7 +179,7 @@ class Trees:
         is_node = rows < starts[1:, None]
         rows = rows.clamp(max=num_logits - 1)
         tokens = draft_token_ids.long()[rows].masked_fill(~is_node, -1)
-        own = idx_mapping.long()
-        emitted, num_emitted, path = walk(self._parents[own], tokens, drawn[:, 0][rows], self.implementation)
-        self._path[own] = path
+        slots = idx_mapping.long()
+        emitted, num_emitted, path = walk(self._parents[slots], tokens, drawn[:, 0][rows], self.implementation)
+        self._path[slots] = path
         return emitted, num_emitted

@@ -1,4 +1,4 @@
-"""Model Runner V2: all that vLLM does to the logits before the temperature, its own processors in one launch."""
+"""Model Runner V2: vLLM's edits of logits before the temperature; its built-in processors take one launch."""
 
 from functools import partial
 from typing import Any
@@ -13,23 +13,23 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm_specplugins.engine.verify import edit_drafted
 from vllm_specplugins.kernels.rejection.adjust import Allowed, BadWords, Bias, Edits, MinTokens, Penalties, adjust
 
-_OWN = (LogitBiasState, PenaltiesState, BadWordsState)
+_BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
 class LogitsEditor:
-    """The logits processors and the thinking budget of a sampler; reads the arrays that vLLM's own processors keep."""
+    """Applies a sampler's logits processors and thinking budget; reads the arrays of vLLM's processors."""
 
     def __init__(self, sampler: Any):
         self._sampler = sampler
-        self._own = [next(p for p in sampler.logits_processors if type(p) is kind) for kind in _OWN]
-        self._bias, self._penalties, self._bad_words = self._own
-        self._others = [processor for processor in sampler.logits_processors if processor not in self._own]
+        self._built_in = [next(p for p in sampler.logits_processors if type(p) is kind) for kind in _BUILT_IN]
+        self._bias, self._penalties, self._bad_words = self._built_in
+        self._others = [processor for processor in sampler.logits_processors if processor not in self._built_in]
         self._is_edited = np.zeros(sampler.sampling_states.max_num_reqs, bool)
         self.num_added = 0  # requests so far
         self._watch()
 
     def _watch(self) -> None:
-        """Learns which requests are edited; vLLM's own flag counts temperatures, too."""
+        """Tracks which requests are edited; vLLM's flag counts temperatures, too."""
         add_request = self._sampler.add_request
 
         def add(req_idx: int, sampling_params: Any) -> None:
@@ -68,7 +68,7 @@ class LogitsEditor:
         if self._bias.restore_when_all_masked.np[requests].any():
             # Stop tokens may come early where a grammar leaves nothing else: one has to see a whole row to know.
             edited = logits.to(torch.float32, copy=True)
-            for processor in self._own:
+            for processor in self._built_in:
                 edited = processor.apply(edited, context)
         else:
             edited = adjust(logits, *layout, self.edits(), max_num_draft)

@@ -1,7 +1,7 @@
 """Model Runner V2: our kernels are checked on a device before they serve (kernels/self_check.py), and warmed.
 
-What differs from its reference, or does not compile, is left to vLLM: verification is then its own, which knows all
-parameters here, too, and drafts that need a q are none. Either way the server serves. See engine/self_check.py, too.
+vLLM takes over where a kernel differs from its reference or does not compile: its verification knows all parameters,
+too, and a draft that needs a q is empty. See engine/self_check.py, too.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ _REMEDIES = {
 
 @torch.inference_mode()
 def prepare(runner: Any, speculator: Any) -> None:
-    """Before vLLM's profile run, which uses the kernels: checks, replaces what fails, and warms the rest."""
+    """Checks the kernels before vLLM's profile run uses them, replaces those that fail, and warms the others."""
     if self_check.device() is None:
         return
     findings = (
@@ -46,7 +46,7 @@ def prepare(runner: Any, speculator: Any) -> None:
 
 
 def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
-    """Does without what failed on any rank."""
+    """Does without the kernels that failed on any rank."""
     failed = _agreed({_reported(finding) for finding in findings if finding.problem})
     if failed & {"verification", "edits"}:
         verify_as_vllm(runner)
@@ -68,14 +68,14 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
 
 
 def verify_as_vllm(runner: Any) -> None:
-    """Undoes what verify.attach did; bias, penalties and the like are then vLLM's own processors'."""
+    """Undoes verify.attach: vLLM verifies and edits logits."""
     if isinstance(runner.rejection_sampler, FusedRejectionSampler):
         runner.sampler.__class__ = Sampler
         runner.rejection_sampler = RejectionSampler(runner.sampler, runner.speculative_config, runner.device)
 
 
 def stop_drafting(speculator: Any) -> None:
-    """No drafts, whatever is asked; what the scheduler planned is token 0, of which its q is certain."""
+    """Drafts nothing: planned tokens are 0, with a one-hot q."""
     speculator.barrier.counters.switched_off = True
     speculator.draft_logits.fill_(-torch.inf)
     speculator.draft_logits[..., 0] = 0.0
@@ -89,18 +89,18 @@ def stop_drafting(speculator: Any) -> None:
 
 
 def _reported(finding: Finding) -> str:
-    """What a finding is about, after it was logged in one sentence."""
+    """Logs a finding in one sentence; returns the kind of its kernel."""
     kind = finding.name.split(",")[0]
-    remedy = _REMEDIES.get(kind, "verification is vLLM's own")
+    remedy = _REMEDIES.get(kind, "vLLM verifies")
     logger.warning("Self-check of %s: it %s; %s.", finding.name, finding.problem, remedy)
     return kind
 
 
 def _agreed(failed: set[str]) -> set[str]:
-    """What failed on any rank: they must verify alike."""
+    """The kinds that failed on any rank: all ranks must verify alike."""
     group = get_tp_group()
     if group.world_size == 1:
         return failed
-    everybodys: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(everybodys, failed, group=group.cpu_group)
-    return set().union(*everybodys)
+    of_ranks: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(of_ranks, failed, group=group.cpu_group)
+    return set().union(*of_ranks)

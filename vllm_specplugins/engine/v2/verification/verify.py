@@ -1,8 +1,8 @@
-"""Model Runner V2: samples and verifies with kernels/rejection, in the place of vLLM's own samplers, or inside them.
+"""Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's samplers.
 
-Temperature, top-k, top-p and min-p are the operation's; where no request of a batch needs more, it reads logits, tokens
-and positions as the runner has them, in two launches, whether anything was drafted or not: the plain way of a step.
-What comes before the temperature is v2/verification/edits.py's.
+The operation applies temperature, top-k, top-p and min-p. A step is plain if no request of its batch needs more: then
+the operation reads logits, tokens and positions as the runner has them, in two launches, with drafts or without.
+edits.py edits logits before the temperature.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _Batch = tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tenso
 
 
 def attach(runner: Any) -> None:
-    """Puts our verification behind `ModelState.custom_sampler`, vLLM's seam, when the runner loads its model."""
+    """Sets our verification as `ModelState.custom_sampler`, vLLM's seam, when the runner loads its model."""
     original = model_runner.init_model_state
 
     def load(load_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def attach(runner: Any) -> None:
 
 
 class FusedSampler(Sampler):
-    """vLLM's sampler, of steps without drafts, with the same operation in it: seeds mean the same in all steps."""
+    """vLLM's sampler of steps without drafts with the same operation in it: seeds mean the same in all steps."""
 
     rejection: "FusedRejectionSampler"
 
@@ -70,7 +70,7 @@ class FusedSampler(Sampler):
 
 
 class FusedRejectionSampler(RejectionSampler):
-    """vLLM's rejection sampler with our operation in it; the sampler of steps without drafts gets it, too."""
+    """vLLM's rejection sampler with our operation in it; it gives the sampler of steps without drafts the same."""
 
     trees: Any = None  # trees.state.Trees, where drafts are trees
 
@@ -87,7 +87,7 @@ class FusedRejectionSampler(RejectionSampler):
     def __call__(
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
     ) -> Any:
-        """vLLM's signature; vLLM's own way may verify in several pieces."""
+        """vLLM's signature; a step that is not plain may be verified in pieces."""
         if draft_logits is None and invalid_drafts is None:
             output = self.plain(logits, input_batch, self.num_speculative_steps)
             if output is not None:
@@ -95,7 +95,7 @@ class FusedRejectionSampler(RejectionSampler):
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def plain(self, logits: torch.Tensor, input_batch: Any, max_num_draft: int) -> SamplerOutput | None:
-        """A step that needs nothing but the operation; None if it needs more."""
+        """The output of a plain step; None for others."""
         batch = self.editor.num_added, input_batch.req_ids
         if batch != self._batch:
             self._batch, self._plain = batch, self._plain_sampling(input_batch.idx_mapping_np)
@@ -117,16 +117,16 @@ class FusedRejectionSampler(RejectionSampler):
         )  # fmt: skip
 
     def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
-        """A function of the requests alone."""
+        """The parameters of a plain step; None for others. They are a function of the requests alone."""
         asks = self.editor.edits_any(idx_mapping_np) or self.sampler.get_logprobs_dims(idx_mapping_np) is not None
         return self._sampling(idx_mapping_np) if self._is_ever_plain and not asks else None
 
     def was_plain(self, input_batch: Any) -> bool:
-        """Whether this step's batch has needed nothing but the operation, as far as is known without asking anew."""
+        """Whether this batch was verified as a plain step."""
         return self._plain is not None and self._batch == (self.editor.num_added, input_batch.req_ids)
 
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
-        """The parameters of all request states, those without which this batch can do left out."""
+        """The parameters of all request states; None for those that this batch does not use."""
         states = self.sampler.sampling_states
         top_k, top_p, min_p = (tensor.np[idx_mapping_np] for tensor in (states.top_k, states.top_p, states.min_p))
         return Sampling(
@@ -146,20 +146,20 @@ class FusedRejectionSampler(RejectionSampler):
         max_num_draft: int,
         draft_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Processed logits, and what the operation makes of the edited ones."""
+        """Processed logits, and the operation's result for the edited ones."""
         sampler, (expanded, idx_mapping, requests, pos, input_ids, local_pos, seq_lens) = self.sampler, batch
         context = LogitsContext(expanded, idx_mapping, requests, local_pos, input_ids, pos, seq_lens)
         edited = self.editor.edit(logits, layout, max_num_draft, context)
         sampled, num_sampled = operation(edited, *layout, self._sampling(requests), max_num_draft, draft_logits)
         asked = sampler.get_logprobs_dims(requests) is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        if asked or sampler.return_sampling_mask:  # of what vLLM's samplers hand on: after all parameters
+        if asked or sampler.return_sampling_mask:  # vLLM returns logits after all parameters
             edited = sampler.apply_sampling_params(logits, *batch)
         return edited, sampled, num_sampled
 
     def sample(
         self, logits: torch.Tensor, *batch: Any, return_logprobs: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of vLLM's sampler; every row is a request that nothing was drafted for."""
+        """vLLM's signature; every row is a request without a draft."""
         idx_mapping, _, _, pos, input_ids, *_ = batch
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         layout = rows, input_ids, pos + 1, idx_mapping
@@ -196,9 +196,9 @@ class FusedRejectionSampler(RejectionSampler):
         """vLLM's signature."""
         if self.enable_adaptive_verification or not self.editor.edits_any(input_batch.idx_mapping_np):
             return super()._verify_in_chunks(logits, input_batch, *args, **kwargs)
-        draft_logits, draft_sampled, pos, most, *rest = args
-        most = min(most, EDITED_ROWS)
-        return super()._verify_in_chunks(logits, input_batch, draft_logits, draft_sampled, pos, most, *rest, **kwargs)
+        draft_logits, draft_sampled, pos, max_rows, *rest = args
+        args = draft_logits, draft_sampled, pos, min(max_rows, EDITED_ROWS), *rest
+        return super()._verify_in_chunks(logits, input_batch, *args, **kwargs)
 
     def _get_logprobs_tensors(
         self,
@@ -209,7 +209,7 @@ class FusedRejectionSampler(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> Any:
-        """vLLM's signature; with `logprob_token_ids`, which vLLM forgets where there are drafts."""
+        """vLLM's signature; honours `logprob_token_ids`, which vLLM ignores in steps with drafts."""
         state = self.sampler.logprob_token_ids_state
         num_token_ids = state.max_num_token_ids(self._idx_mapping_np)
         num_reqs, num_logits = len(num_sampled), len(logits)
@@ -221,7 +221,7 @@ class FusedRejectionSampler(RejectionSampler):
         _flatten_sampled_kernel[(num_reqs,)](flat_sampled, sampled, sampled.stride(0), num_sampled, cu_num_logits)
         boundaries: list[int] | torch.Tensor | None = None
         if num_logits != num_reqs:
-            # Where drafts are trimmed on the device, the host knows what was scheduled.
+            # If drafts are trimmed on the device, the host knows the scheduled lengths only.
             trims = self.enable_adaptive_verification
             boundaries = cu_num_logits.clone() if trims else cu_num_logits_np.tolist()
         return compute_topk_scores(

@@ -1,9 +1,8 @@
-"""Model Runner V2: every variant of our kernels that serving can launch, run once before the first request.
+"""Model Runner V2: runs every variant of our kernels that serving can launch once, before the first request.
 
-Triton compiles a kernel when it first meets types and constants, which would otherwise be in the middle of serving. On
-dummy logits that the model's own head makes, as many as a step may have: so what verification allocates is in vLLM's
-memory profile. Where drafts are trimmed, a step has at most the rows that vLLM verifies at once. N: requests, K:
-num_speculative_tokens.
+Triton compiles a kernel at its first launch with new types and constants. The logits are dummies from the model's head,
+as many as a step may have, so vLLM's memory profile holds the memory of verification. If drafts are trimmed, a step has
+at most the rows that vLLM verifies at once. N: requests, K: num_speculative_tokens.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from vllm_specplugins.kernels.rejection.step import sample_step
 
 @torch.inference_mode()
 def warm_up(runner: Any, speculator: Any) -> None:
-    """Launches all that the runner's batches may."""
+    """Launches all variants for the runner's batches."""
     num_draft, device = runner.num_speculative_steps, runner.device
     num_reqs = min(runner.max_num_reqs, max(1, runner.max_num_tokens // (num_draft + 1)))
     config, num_rows = runner.model_config, num_reqs * (num_draft + 1)
@@ -36,12 +35,12 @@ def warm_up(runner: Any, speculator: Any) -> None:
     drafted = logits[:num_reqs], logits[:num_reqs].contiguous()  # a trained head's have no padding
     if isinstance(runner.rejection_sampler, FusedRejectionSampler):
         _verify(runner.rejection_sampler, logits, speculator.draft_logits, sampling, num_reqs, num_draft)
-        if runner.speculative_config.runs_target:  # what a model proposer does where a request asks for edits
-            for own in drafted:
-                edit_drafted(first, runner.rejection_sampler.editor.edits(), own, first[:, None].int(), first)
+        if runner.speculative_config.runs_target:  # a model proposer edits for requests that ask for it
+            for rows in drafted:
+                edit_drafted(first, runner.rejection_sampler.editor.edits(), rows, first[:, None].int(), first)
     if runner.speculative_config.draws and not speculator.barrier.counters.switched_off:
-        for own in drafted:
-            coupled_sample(own, first, sampling.at(first))
+        for rows in drafted:
+            coupled_sample(rows, first, sampling.at(first))
 
 
 def _verify(
@@ -52,7 +51,7 @@ def _verify(
     num_reqs: int,
     num_draft: int,
 ) -> None:
-    """Steps with and without drafts, of edited logits and of the model's own."""
+    """Runs steps with and without drafts, on edited logits and on the model's."""
     num_reqs = max(1, min(num_reqs, get_max_chunk_logits(logits.shape[-1]) // (num_draft + 1)))  # vLLM splits others
     for num_tokens, is_edited in itertools.product((0, num_draft), (True, False)):
         width = num_tokens + 1
