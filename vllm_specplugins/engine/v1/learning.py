@@ -32,7 +32,6 @@ class Readings:
         return None if learner is None else cls(runner, learner)
 
     def read(self) -> Iterator[Reading]:
-        """The readings since the last call."""
         while self._unread:
             yield self._unread.popleft()
 

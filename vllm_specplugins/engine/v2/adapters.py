@@ -8,7 +8,6 @@ from vllm_specplugins.engine.target.layers import Adapters
 
 
 def adapters_of(runner: Any, input_batch: Any, rehearses: bool) -> Adapters:
-    """The adapters of a batch's requests; a rehearsal has none."""
     state = runner.lora_state
     if rehearses:
         return Adapters(runner._set_active_loras, np.zeros(input_batch.num_reqs, np.int32), set())

@@ -87,11 +87,9 @@ class Readings:
         learner.begin(self.read)
 
     def add(self, requests: list[Request]) -> None:
-        """Takes requests."""
         self._put(requests)
 
     def remove(self, request_ids: set[str]) -> None:
-        """Drops requests that finished, were aborted or were preempted."""
         if request_ids:
             self._put(request_ids)
 

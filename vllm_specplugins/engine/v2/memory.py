@@ -41,7 +41,6 @@ class FewGraphs(dict[int, Any]):
 
 
 def attach(runner: Any, speculator: Any) -> None:
-    """Adds a speculator's graphs to the runner's estimate."""
     wrap(runner, "profile_cudagraph_memory", partial(_with_drafting, runner, speculator))
 
 
@@ -60,7 +59,6 @@ def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
 
 
 def tell_buffers(runner: Any, speculator: Any) -> None:
-    """Logs the largest buffers of speculation."""
     sizes = buffer_bytes(runner, speculator)
     logger.info(
         "Speculation with num_speculative_tokens=%d and max_num_seqs=%d takes %.2f GiB beside the KV cache: %s.",

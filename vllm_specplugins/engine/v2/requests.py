@@ -83,7 +83,6 @@ class DraftLimits:
             self._step_limit_there.fill_(max_draft_tokens)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Enters the limits of requests."""
         rows = []
         for request in requests:
             options, length_limit = request.limits.options, request.limits.length_limit

@@ -58,7 +58,6 @@ class DraftLengths:
         return self._length
 
     def tell(self, scheduled: Any, output: Any) -> None:
-        """Measures a step that has ended."""
         before, self._at, counts = self._at, self._clock(), scheduled.num_scheduled_tokens
         drafts, length = scheduled.scheduled_spec_decode_tokens, getattr(scheduled, _VERIFIES, None)
         if length != scheduled.num_spec_tokens_to_schedule:
@@ -78,8 +77,6 @@ class DraftLengths:
 
 
 class _Choosing(CountsEmitted):
-    """A mixin over vLLM's schedulers."""
-
     dynamic_sd_lookup: Any
     requests: dict[str, Any]
     num_spec_tokens: int
@@ -175,7 +172,6 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
                 request.spec_token_ids = request.spec_token_ids[:_UNPROVEN]
 
     def _allowed(self, request: Any) -> int:
-        """The tokens to plan."""
         limit, planned = self._limit(request), self._planned.get(request.request_id)
         return limit if planned is None else min(planned, limit)
 

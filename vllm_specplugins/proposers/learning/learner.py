@@ -115,7 +115,6 @@ class Learner:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and saves."""
         self.pace.stop()
         if self._thread.is_alive():
             self._thread.join(GRACE_S)
@@ -129,7 +128,6 @@ class Learner:
         return self.unread_bytes + self._windows.num_bytes + self.trainer.num_bytes
 
     def counts(self) -> dict[str, int]:
-        """Running totals."""
         return {"examples": self._windows.num_tokens, **self.trainer.counts}
 
     def lengths(self) -> dict[str, float]:

@@ -38,11 +38,9 @@ class Pace:
         self.worked_s = 0.0
 
     def stop(self) -> None:
-        """Ends all rests."""
         self._stop.set()
 
     def begin(self) -> None:
-        """Begins to measure work."""
         self._since = self._clock()
 
     def rest(self) -> None:
@@ -58,7 +56,6 @@ class Pace:
         self.begin()
 
     def pause(self) -> None:
-        """Waits without work."""
         self._wait(MAX_REST_S)
         self.begin()
 

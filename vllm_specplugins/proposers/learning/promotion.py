@@ -85,7 +85,6 @@ class Comparison:
 
 
 def _bounds(differences: Floats) -> tuple[float, float]:
-    """Confidence bounds of the mean."""
     num = len(differences)
     if num < MIN_TENANT_WINDOWS:
         return -math.inf, math.inf

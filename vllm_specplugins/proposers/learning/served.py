@@ -35,7 +35,6 @@ class ServedEnd:
     num_layers: int
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """See distillation.Model."""
         logits = F.linear(normed.to(self.head_weight.dtype), self.head_weight).float()
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -59,7 +59,6 @@ class Trainer:
         return 9 * 4 * num_weights
 
     def restart(self) -> None:
-        """Trains from the serving weights on."""
         self._trained = copied(self.serving).requires_grad_()
         self._optimizer = torch.optim.AdamW(
             self._trained.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
@@ -81,7 +80,6 @@ class Trainer:
         self.test()
 
     def step(self) -> None:
-        """Takes one step of the optimizer; each window is a piece of work."""
         windows = self._windows.sample(False, STEP_WINDOWS, self._random)
         self._optimize(windows, self._paced(windows))
         self._num_trained += len(windows)

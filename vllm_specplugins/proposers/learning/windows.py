@@ -37,7 +37,6 @@ class ExitStates:
         self.states[:num_rows, step], self.token_ids[:num_rows, step] = states, token_ids
 
     def clear(self) -> None:
-        """Drops the drafts."""
         self.token_ids.fill_(-1)
 
     def after(
@@ -132,16 +131,13 @@ class Windows:
             self.num_tokens += len(at)
 
     def count(self, is_held_out: bool) -> int:
-        """The number of finished windows."""
         return len(self._finished[is_held_out])
 
     def sample(self, is_held_out: bool, max_windows: int, generator: np.random.Generator) -> list[Window]:
-        """Copies of some finished windows."""
         slots = self._finished[is_held_out]
         return [self._window(slots[index]) for index in generator.permutation(len(slots))[:max_windows].tolist()]
 
     def blank(self) -> Window:
-        """A window of full length without a text."""
         return self._window(_Slot(0, 0, 1.0, 0, [0] * (LENGTH + 1)))
 
     def _window(self, slot: _Slot) -> Window:
@@ -178,7 +174,6 @@ class Windows:
         return oldest.row
 
     def _close(self, request_id: str) -> None:
-        """Finishes the request's window, if it has one."""
         if (slot := self._open.pop(request_id, None)) is None:
             return
         is_held_out = _is_held_out(request_id)

@@ -39,7 +39,6 @@ class DraftLengths:
         self._arriving = arriving
 
     def items(self) -> list[tuple[str, int]]:
-        """By request; waits for the numbers."""
         return list(zip(self._arriving.request_ids, self._arriving.values().tolist(), strict=True))
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
@@ -67,6 +66,5 @@ class SampledTokens:
         return cls(request_ids, output.copy_event, output.sampled_token_ids, output.num_sampled_tokens_np)
 
     def tokens(self) -> Iterator[list[int]]:
-        """The tokens of each request."""
         for row, count in enumerate(self.num_sampled.tolist()):
             yield self.token_ids[row, :count].tolist()

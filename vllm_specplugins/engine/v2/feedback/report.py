@@ -19,7 +19,6 @@ class _Report:
         self._rows: Callable[[], list[list[int]]] | None = None  # the tokens, perhaps with others after a draft's end
 
     def tell_none(self, request_ids: Sequence[str]) -> None:
-        """Reports a step without drafts."""
         self._lengths, self._rows = dict.fromkeys(request_ids, 0), None
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:

@@ -109,7 +109,6 @@ class Speculator(DraftModelSpeculator):
         self.draft_attn_layer_names = no_layers
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests, at least one."""
         if not self.runs_target:
             return
         slots = np.array([request.slot for request in requests])
@@ -171,7 +170,6 @@ class Speculator(DraftModelSpeculator):
         return sampler.editor.edit_of_drafts(input_batch.idx_mapping.long(), input_batch.idx_mapping_np)
 
     def _batch_of(self, input_batch: Any, edit: Any = None, attends: bool = True) -> DraftBatch:
-        """The batch of a step without a graph."""
         num_reqs, forward = input_batch.num_reqs, None
         if self.runs_target:
             forward = PagedForward(

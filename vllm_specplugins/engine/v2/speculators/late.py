@@ -31,7 +31,6 @@ _READ_AT = 32  # steps after which it sees them, even if none drafts
 
 
 def late_length(max_num_draft: int) -> int:
-    """L for K."""
     return 3 * max_num_draft + 2
 
 
@@ -62,7 +61,6 @@ class LateDrafts:
         self._max_draft = max_num_draft
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests."""
         if not self._drafts:
             return
         self.remove(request.request_id for request in requests)

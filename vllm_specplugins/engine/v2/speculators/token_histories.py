@@ -49,11 +49,9 @@ class TokenHistories:
         return self._pool
 
     def num_bytes(self) -> int:
-        """Memory of all references."""
         return 4 * (len(self._pool) - self._spans.num_free)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Enters the references of requests."""
         self.remove(request.request_id for request in requests)
         rows = [(request.slot, *self._entered(request)) for request in requests]
         slots, starts, sizes = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T

@@ -15,8 +15,6 @@ from vllm_specplugins.kernels.trees import Cache, Mask, Query, attend
 
 
 class TreeAttentionImpl(TritonAttentionImpl):
-    """See the module."""
-
     trees: Any = None  # state.Trees of the runner; set when its layers are known
     implementation: str | None = None  # of kernels/trees; "fused" in Triton's interpreter
 
@@ -45,7 +43,6 @@ class TreeAttentionImpl(TritonAttentionImpl):
         *scales: Any,
         **others: Any,
     ) -> torch.Tensor:
-        """vLLM's signature."""
         trees = self.trees
         if trees is None or attn_metadata is None or not trees.masks or attn_metadata.max_query_len == 1:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **others)
@@ -60,8 +57,6 @@ class TreeAttentionImpl(TritonAttentionImpl):
 
 
 class TreeAttentionBackend(TritonAttentionBackend):
-    """See the module."""
-
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"  # vLLM's name for backends of others

@@ -74,7 +74,6 @@ class Trees:
         self._warm_up()
 
     def release(self) -> None:
-        """Drops the KV cache of vLLM's profile."""
         self._caches = []
 
     def _warm_up(self) -> None:

@@ -50,7 +50,6 @@ class LogitsEditor:
             state.add_request = watched(state.add_request)
 
     def edits_any(self, idx_mapping_np: np.ndarray) -> bool:
-        """Whether one of these request states asks for edits."""
         return bool(self._is_edited[idx_mapping_np].any())
 
     def edit(

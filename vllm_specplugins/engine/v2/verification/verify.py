@@ -61,11 +61,9 @@ class FusedSampler(Sampler):
     rejection: "FusedRejectionSampler"
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
-        """vLLM's signature."""
         return self.rejection.plain(logits, input_batch, 0) or super().__call__(logits, input_batch)
 
     def sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """vLLM's signature."""
         return self.rejection.sample(*args, **kwargs)
 
 
@@ -180,7 +178,6 @@ class FusedRejectionSampler(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """vLLM's signature."""
         self._idx_mapping_np, self._expanded_idx_mapping = idx_mapping_np, expanded_idx_mapping
         batch = (
             expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
@@ -193,7 +190,6 @@ class FusedRejectionSampler(RejectionSampler):
         return self._run(operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
 
     def _verify_in_chunks(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's signature."""
         if self.enable_adaptive_verification or not self.editor.edits_any(input_batch.idx_mapping_np):
             return super()._verify_in_chunks(logits, input_batch, *args, **kwargs)
         draft_logits, draft_sampled, pos, max_rows, *rest = args

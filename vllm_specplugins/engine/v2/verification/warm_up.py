@@ -21,7 +21,6 @@ from vllm_specplugins.kernels.rejection.step import sample_step
 
 @torch.inference_mode()
 def warm_up(runner: Any, speculator: Any) -> None:
-    """Launches all variants for the runner's batches."""
     num_draft, device = runner.num_speculative_steps, runner.device
     num_reqs = min(runner.max_num_reqs, max(1, runner.max_num_tokens // (num_draft + 1)))
     config, num_rows = runner.model_config, num_reqs * (num_draft + 1)
