@@ -119,7 +119,7 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
     the estimator would take a launch for each token.
 
     vLLM does this under adaptive verification alone, which only the factory sees: our gate trims the drafts. The
-    estimator does not learn, since verified tokens are often another stage's; the gate's records do.
+    estimator observes nothing, since verified tokens are often another stage's; the gate's records do.
     """
     alone = for_built_in(vllm_config)
     speculative_config = alone.speculative_config
