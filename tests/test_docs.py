@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,12 @@ def test_configuration_page_is_current(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(script)], check=True)
     written = script.with_suffix(".md").read_text()
     assert (ROOT / "docs" / "configuration.md").read_text() == written, "run python docs/configuration.py"
+
+
+def test_table_of_plans_is_current() -> None:
+    """Kills: a plan that differs from docs/compatibility.md."""
+    plans = runpy.run_path(str(ROOT / "docs" / "plans.py"))
+    assert plans["PAGE"].read_text() == plans["page"](), "run python docs/plans.py"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "DESIGN.md", *PAGES], ids=lambda page: page.name)

@@ -29,7 +29,8 @@ class Method:
 
     Args:
         config: the class of the method's configuration.
-        proposer: "module:Class", called with (method_config, ProposerContext); None: the configuration names it.
+        proposer: "module:Class" in this package, called with (method_config, ProposerContext); None: the configuration
+            names it.
             A module that runs the target has a function `check`, called with (method_config, target.TargetSizes)
             before an engine loads anything. It raises ConfigError.
         runs_target: the proposer gets `DraftBatch.target`, and K slots of the KV cache past the last token. Others get
@@ -61,32 +62,29 @@ class Method:
 
     @property
     def check(self) -> str | None:
-        return self.proposer.partition(":")[0] + ":check" if self.proposer and self.runs_target else None
+        return f"vllm_specplugins.{str(self.proposer).partition(':')[0]}:check" if self.runs_target else None
+
+    def build(self, *arguments: Any) -> Proposer:
+        """A proposer of this package."""
+        proposer: Proposer = import_object(f"vllm_specplugins.{self.proposer}")(*arguments)
+        return proposer
 
 
 METHODS: Mapping[str, Method] = {
-    "prompt_lookup": Method(
-        PromptLookupConfig,
-        "vllm_specplugins.proposers.prompt_lookup:PromptLookup",
-        is_lookup=True,
-    ),
+    "prompt_lookup": Method(PromptLookupConfig, "proposers.prompt_lookup:PromptLookup", is_lookup=True),
     "suffix_lookup": Method(
-        SuffixLookupConfig,
-        "vllm_specplugins.proposers.suffix_lookup:SuffixLookup",
-        is_lookup=True,
-        has_tenants=True,
-        is_late=True,
+        SuffixLookupConfig, "proposers.suffix_lookup:SuffixLookup", is_lookup=True, has_tenants=True, is_late=True
     ),
     "early_exit": Method(
         EarlyExitConfig,
-        "vllm_specplugins.proposers.early_exit:EarlyExit",
+        "proposers.early_exit:EarlyExit",
         runs_target=True,
         cuts_layers=True,
-        enters_states=lambda method_config: method_config.one_pass,
+        enters_states=lambda method_config: method_config.look_ahead is not None,
     ),
     "jump": Method(
         JumpConfig,
-        "vllm_specplugins.proposers.jump:Jump",
+        "proposers.jump:Jump",
         runs_target=True,
         cuts_layers=True,
         enters_states=lambda method_config: True,
@@ -94,24 +92,22 @@ METHODS: Mapping[str, Method] = {
     ),
     "medusa": Method(
         MedusaConfig,
-        "vllm_specplugins.proposers.medusa:Medusa",
+        "proposers.medusa:Medusa",
         runs_target=True,
         knows_adapters=False,
         rates_drafts=False,
         our_field="heads",
     ),
-    "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar", reads_tokens_alone=False),
-    "remote": Method(
-        RemoteConfig, "vllm_specplugins.proposers.remote.proposer:Remote", reads_tokens_alone=False, is_late=True
-    ),
-    "cascade": Method(CascadeConfig, "vllm_specplugins.cascade.cascade:Cascade"),
+    "grammar": Method(GrammarConfig, "proposers.grammar:Grammar", reads_tokens_alone=False),
+    "remote": Method(RemoteConfig, "proposers.remote.proposer:Remote", reads_tokens_alone=False, is_late=True),
+    "cascade": Method(CascadeConfig, "cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }
 
 # Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.
 BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
-    Method(BuiltInConfig, "vllm_specplugins.cascade.built_in:BuiltIn"),
+    Method(BuiltInConfig, "cascade.built_in:BuiltIn"),
 )
 
 LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
@@ -162,12 +158,10 @@ def behind_gate(config: SpecConfig) -> SpecConfig:
 
 def build_proposer(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
     """The proposer that a configuration names."""
-    method_config, proposer = config.method_config, method_of(config.method).proposer
+    method_config = config.method_config
     if isinstance(method_config, CustomConfig):
         return build_custom(config.method, method_config, context)
     if isinstance(method_config, CascadeConfig):  # perhaps of a single method that is behind a gate
         stages = [build_proposer(stage, context) for stage in method_config.stages]
-        cascade: Proposer = import_object(str(METHODS["cascade"].proposer))(config, context, stages)
-        return cascade
-    built: Proposer = import_object(str(proposer))(method_config, context)
-    return built
+        return METHODS["cascade"].build(config, context, stages)
+    return method_of(config.method).build(method_config, context)

@@ -1,8 +1,7 @@
 """Where a method drafts, on which schedule, who chooses the lengths of drafts, and whether vLLM trims them.
 
-`make_plan` decides all of it from a configuration and from facts about the engine, once for each engine. It does not
-import vLLM: engine/frontend/conditions.py reads the facts. The start's log and `doctor` print the plan, and
-docs/compatibility.md has it as a table.
+`make_plan` decides it once, from a configuration and from facts about the engine, which engine/frontend/conditions.py
+reads. The start's log and `doctor` print the plan; docs/compatibility.md has it as a table.
 """
 
 from dataclasses import dataclass
@@ -18,16 +17,12 @@ GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 
 
 class Place(Enum):
-    """Where drafts are made."""
-
     HOST = "in each step, which waits for them"
     EAGER = "on the device, eagerly"
     GRAPH = "on the device, in CUDA graphs"
 
 
 class Chooser(Enum):
-    """Who chooses how many tokens a step drafts."""
-
     SCHEDULER = "the scheduler"
     GATE = "a gate beside it"
     NOTHING = "nothing"
@@ -107,9 +102,10 @@ def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
     """
     host_reason = _host_reason(config, engine)
     on_device = engine.use_v2_model_runner and host_reason is None
+    has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
     is_async, schedule = _schedule(engine, reads_on_host=host_reason is not None)
     return Plan(
-        place=_place(config, engine) if on_device else Place.HOST,
+        place=(Place.GRAPH if has_graphs else Place.EAGER) if on_device else Place.HOST,
         host_reason=host_reason if engine.use_v2_model_runner else "Model Runner V1 drafts there",
         is_late=on_device and drafts_late(config),
         is_async=is_async,
@@ -146,11 +142,6 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     if rows[-1].runs_target and not config.tree and engine.untrimmed_for is not None:
         return f"nothing would trim its drafts on the device: {engine.untrimmed_for}"
     return None
-
-
-def _place(config: SpecConfig, engine: Conditions) -> Place:
-    has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
-    return Place.GRAPH if has_graphs else Place.EAGER
 
 
 def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:

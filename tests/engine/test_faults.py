@@ -3,20 +3,17 @@
 tests/isolation/test_barrier.py has each of them alone, and what is kept of them.
 """
 
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from cases import ask_turns, generate, num_dropped, progress
 from conftest import INTERPRETED
 from hostile import HANGS, HOSTILE, HostileProposer, K
 from scripted import Scripted
 
 from vllm_specplugins.counters import Counters
-from vllm_specplugins.engine.worker import _process_as_it_was
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import MAX_FAULTS
 
@@ -120,15 +117,3 @@ def test_a_stage_costs_its_own_drafts_alone(engine: Any, expected: Any) -> None:
         assert custom["switched_off"] or name == "sleeps"
         assert not stats["switched_off"]
         assert exit_stage["accepted"] > list(before["stages"].values())[1]["accepted"]
-
-
-def test_what_init_changes_is_put_back() -> None:
-    """Kills: a proposer's `__init__` that leaves a default device or a recursion limit behind, of which vLLM's start
-    dies in a traceback."""
-    before = torch.get_default_device(), torch.get_default_dtype(), sys.getrecursionlimit()
-    with pytest.raises(ZeroDivisionError), _process_as_it_was():
-        torch.set_default_device("meta")
-        torch.set_default_dtype(torch.float64)
-        sys.setrecursionlimit(before[2] // 2)
-        raise ZeroDivisionError
-    assert (torch.get_default_device(), torch.get_default_dtype(), sys.getrecursionlimit()) == before

@@ -1,4 +1,4 @@
-"""Small tools to call functions of ours beside vLLM's, or for a while in their place."""
+"""Calls functions of ours beside vLLM's, or for a while in their place."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def both(first: Any, second: Any) -> Any:
-    """A function that calls both, with the same arguments."""
+    """A function that calls both with the same arguments."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         first(*args, **kwargs)
@@ -17,7 +17,7 @@ def both(first: Any, second: Any) -> Any:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Has `around` called in place of a method of vLLM's, which is its first argument; once per process."""
+    """Replaces a method of vLLM by a call of `around`, with the method as the first argument; once per process."""
     original = getattr(owner, name)
     if getattr(original, "around", None) == around:  # bound methods are equal, never the same
         return
@@ -33,11 +33,11 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 @contextmanager
 def replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
     """Sets attributes for the duration of a block."""
-    kept = {name: getattr(target, name, None) for name in values}
+    before = {name: getattr(target, name, None) for name in values}
     try:
         for name, value in values.items():
             setattr(target, name, value)
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in before.items():
             setattr(target, name, value)

@@ -1,14 +1,10 @@
 """vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
 
-What has to be replaced in vLLM while a runner is built is put back, and everything else is set on that one runner;
-the patches that stay (kind "patch" in vllm_api/replaced.toml) check the options of requests and, where verification is
-vLLM's, mend its sampling on CPUs.
+Names of vLLM's modules are replaced only while a runner is built; other functions are set on that runner. Patches of
+vLLM that stay have the kind "patch" in vllm_api/replaced.toml.
 """
 
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -33,7 +29,7 @@ _BASES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Makes GPUWorker or CPUWorker when it is first asked for: their bases import only on their own platform."""
+    """Makes GPUWorker or CPUWorker at their first use, as their bases can be imported on one platform each."""
     if name not in _BASES:
         raise AttributeError(name)
     module, base = _BASES[name]
@@ -77,7 +73,7 @@ class _WithProposer:
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
         if is_idle:
-            self._barrier.totals()  # what the device counts comes to who asks again
+            self._barrier.totals()  # begins to copy the device's counts
             self._barrier.settle()
         if scheduler_output.finished_req_ids:
             self._reporter.forget(scheduler_output.finished_req_ids)
@@ -91,7 +87,7 @@ class _WithProposer:
         return output if output is None or not self._reports else self._reporter.attach(output)
 
     def shutdown(self) -> None:
-        """What our stages keep in files is saved before vLLM tears down; a signal may have come anywhere."""
+        """Saves our stages' files before vLLM ends, which may be before `init_device` has."""
         try:
             if hasattr(self, "_barrier"):
                 self._barrier.settle()
@@ -99,7 +95,7 @@ class _WithProposer:
                 if is_ours(stage, "close"):
                     stage.close()
         except Exception:
-            logger.exception("What was learned cannot be saved.")
+            logger.exception("The files of proposers cannot be saved.")
         finally:
             super().shutdown()  # type: ignore[misc]
 
@@ -107,28 +103,24 @@ class _WithProposer:
         return stages_of(self._barrier.proposer, self._reporter.method)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
+        """Ends drafts at the context that vLLM fits to its memory (`--max-model-len auto`)."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
         for _, stage in stages_of(self._barrier.proposer, ""):
             if is_ours(stage, "set_max_model_len"):
                 stage.set_max_model_len(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
-        """Our counters (counters.Counters) as a dictionary; for `LLM.collective_rpc`."""
-        self._barrier.totals()  # where the device counts, what was asked for before comes
+        """Our counters (counters.Counters) as a dictionary, for `LLM.collective_rpc`."""
+        self._barrier.totals()  # begins to copy the device's counts
         return asdict(self._barrier.net_totals())
 
     def specplugins_paused(self, ms: float) -> None:
-        """Whoever steps the engine has let it stand still so long, which a gate does not count; for
-        `LLM.collective_rpc`."""
+        """Takes a pause of the engine off the step times of a gate, for `LLM.collective_rpc`."""
         self._barrier.paused_ms += ms
 
     def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:
-        """What the stores of earlier outputs hold, by stage, after "reset" or "save", or as it is; for
-        `LLM.collective_rpc("specplugins_store", args=("reset",))`.
-
-        Raises:
-            ValueError: there is no such action.
+        """The sizes of the stores of earlier outputs, by stage, after the action "reset", "save" or "stats" (none), for
+        `LLM.collective_rpc("specplugins_store", args=("reset",))`. ValueError: another action.
         """
         if action not in ("stats", "reset", "save"):
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
@@ -145,7 +137,7 @@ class _WithProposer:
 
 
 def gives_output() -> bool:
-    """Whether this rank gives vLLM a step's output; it drafts for the others, and saves."""
+    """Whether this rank returns a step's output to vLLM. It drafts for the others, and saves."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pp_group = get_pp_group()
@@ -153,17 +145,15 @@ def gives_output() -> bool:
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) -> FaultBarrier:
-    """The configured proposer, or what a speculator that drafts on the device makes of it, behind its fault barrier."""
+    """The proposer behind its fault barrier. `build` is that of a speculator that drafts on the device."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     if not speculative_config.plan.on_device:
         config = behind_gate(config)
     # A call into the target belongs to the engine's thread and stream; a cascade puts stages in threads.
     in_thread = not (speculative_config.runs_target or config.stages) and (not build or speculative_config.plan.is_late)
-    with _process_as_it_was():
-        proposer = (build or build_proposer)(config, context)
     return FaultBarrier(
-        proposer,
+        (build or build_proposer)(config, context),
         context.vocab_size,
         context.max_num_draft,
         time_budget_ms=config.common.time_budget_ms if in_thread else None,
@@ -171,23 +161,8 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
     )
 
 
-@contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """Puts back what a proposer's `__init__` may change for the whole process, and vLLM's start would die of."""
-    import torch
-
-    device, dtype, limit = torch.get_default_device(), torch.get_default_dtype(), sys.getrecursionlimit()
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(limit)
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None)
-
-
 def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
-    """What a proposer may know of this engine."""
+    """The facts of this engine for proposers."""
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -219,5 +194,5 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
     )
     if not (speculative_config.runs_target and group.world_size > 1):
         return context
-    # What runs the target's layers drafts on every rank, for each has a part of them; everything else on rank 0.
+    # Each rank has a part of the target's layers; a proposer that runs none drafts on rank 0.
     return replace(context, rank=group.rank_in_group, agreed=partial(group.broadcast_object, src=0))

@@ -1,8 +1,8 @@
-"""In the engine: options and tenants of requests, whichever entrance they took.
+"""Checks the options of requests in the engine, and names their tenants.
 
-Our front end runs in vLLM's Python API server and in `LLM`. vLLM's front end in Rust and clients of the engine core
-bypass it. What it resolved carries a tenant in bytes, which JSON cannot hold; other options are checked here, once. An
-option that is refused here costs its request all of its options, and nothing else. The engine alone names tenants.
+Our front end runs in vLLM's Python API server and in `LLM`. Requests of vLLM's front end in Rust and of clients of the
+engine core bypass it. Options that the front end has checked carry a tenant in bytes, which JSON cannot hold; the
+engine checks others once, and drops all options of a request if it refuses one.
 """
 
 import copy
@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.specplugins")
 RUST = (
     "VLLM_USE_RUST_FRONTEND is set: a request's options are checked in the engine, where a bad one costs the options "
     "instead of answering 400; `prediction` and a reference that is a text are ignored; our metrics are not on the "
-    "server's /metrics but on a port of the engine's own, if VLLM_SPECPLUGINS_METRICS_PORT names one."
+    "server's /metrics but on a port of the engine, if VLLM_SPECPLUGINS_METRICS_PORT names one."
 )
 
 
@@ -38,7 +38,7 @@ class EngineOptions(OptionsResolver):
         self._logged = set[str]()
 
     def options_of(self, params: Any) -> Options:
-        """A request's options, checked; none where one of them is refused, which the log says once."""
+        """A request's checked options; none if one of them is refused, which the log says once."""
         try:
             mine = self.resolved(params)
             return dict(mine.extra_args["specplugins"])
@@ -64,14 +64,14 @@ class EngineOptions(OptionsResolver):
 
 
 def check_front_end(vllm_config: VllmConfig) -> None:
-    """Logs what does not work with vLLM's front end in Rust. ConfigError: the port of our metrics is none."""
+    """Logs the limits of vLLM's front end in Rust. ConfigError: the port of our metrics is invalid."""
     port_of(vllm_config)
     if envs.VLLM_USE_RUST_FRONTEND and vllm_config.parallel_config._api_process_rank == -1:  # `vllm serve` starts it
         logger.warning(RUST)
 
 
 def check_arrivals() -> None:
-    """Has vLLM's engine check the options of every request that it is sent; once per process."""
+    """Makes vLLM's engine check the options of every request; once per process."""
     wrap(EngineCore, "preprocess_add_request", _with_checked_options)
 
 

@@ -1,7 +1,7 @@
-"""On a CPU vLLM looks into each object of each loaded module whenever an engine starts, for kernels to replace there.
+"""Lets vLLM start an engine on a CPU in a process that has loaded numba or xgrammar.
 
-Some objects answer to any name, `__dict__` too (numba's llvmlite has one, as has xgrammar), and vLLM dies of them: no
-engine would start in a process after one of ours. Their modules, which hold no kernel of vLLM's, are left out here.
+vLLM searches each object of each loaded module for kernels to replace, and dies of objects that answer to any name,
+`__dict__` too. This leaves out their modules, which hold no kernel of vLLM.
 """
 
 import sys
@@ -15,7 +15,7 @@ from vllm_specplugins.engine.hooks import replaced, wrap
 
 
 def look_into_plain_modules_alone() -> None:
-    """Mends vLLM's search; once per process."""
+    """Limits vLLM's search to modules that it can read; once per process."""
     wrap(dispatcher, "_rebind_kernels", _among_plain_modules)
 
 
@@ -26,16 +26,16 @@ def _among_plain_modules(original: Any, overrides: Any) -> None:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether vLLM can look into all that a module holds.
+    """Whether vLLM can read all objects of a module.
 
     >>> import math
     >>> _is_plain(math)
     True
     """
     try:
-        with warnings.catch_warnings():  # of torch, which is asked for what is deprecated
+        with warnings.catch_warnings():  # torch warns of deprecated attributes
             warnings.simplefilter("ignore")
             values = [value for value in list(vars(module).values()) if hasattr(value, "__dict__")]
             return all(hasattr(vars(value), "get") for value in values)
-    except Exception:  # whatever such an object raises
+    except Exception:
         return False

@@ -1,7 +1,7 @@
-"""The entry point: lets vLLM's `--speculative-config` name our methods. Inert until one of them is asked for.
+"""The entry point: lets vLLM's `--speculative-config` name our methods.
 
-Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both hand every call that does not name a
-method of ours to vLLM unchanged. Everything else happens after such a call (vllm_api/replaced.toml lists it).
+Loading the plugin wraps two methods of `EngineArgs`, which pass calls that name no method of ours to vLLM unchanged.
+All other changes follow such a call; vllm_api/replaced.toml lists them.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def install() -> None:
-    """Wraps EngineArgs, once per process; VLLM_SPECPLUGINS_DISABLE=1 has it refuse our methods, and nothing else."""
+    """Wraps EngineArgs, once per process. With VLLM_SPECPLUGINS_DISABLE=1 it only refuses our methods."""
     from vllm.engine.arg_utils import EngineArgs
 
     missing = [name for name in ("create_speculative_config", "create_engine_config") if not hasattr(EngineArgs, name)]
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def requested(args: Any) -> dict[str, Any] | None:
-    """The `speculative_config` of some EngineArgs if it names a method of ours, --spec-* flags included.
+    """The `speculative_config` of EngineArgs, with --spec-* flags, if it names a method of ours.
 
     Raises:
         ConfigError: neither we nor vLLM know the method, or a key is given twice.
@@ -57,12 +57,12 @@ def requested(args: Any) -> dict[str, Any] | None:
     method = given.get("method", merged.get("method"))
     if method is None:
         return None
-    found = registrations((*METHODS, *vllm_methods()))
-    for refusal in filter(None, (registered.refusal for registered in found)):
+    registered = registrations((*METHODS, *vllm_methods()))
+    for refusal in filter(None, (entry.refusal for entry in registered)):
         logger.error("vllm-specplugins: %s", refusal)
     if method in vllm_methods() and not (method in METHODS and METHODS[method].our_field in merged):
         return None
-    names = (*METHODS, *(registered.name for registered in found if registered.refusal is None))
+    names = (*METHODS, *(entry.name for entry in registered if entry.refusal is None))
     if not isinstance(method, str) or method not in names:
         hint = did_you_mean(method, [*names, *map(str, vllm_methods())])
         raise ConfigError(
@@ -112,7 +112,7 @@ def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler."""
+    """vLLM's configuration with our method, worker and scheduler."""
     from vllm_specplugins.engine.frontend import entrances, scheduling, spec_config, trees
 
     scheduling.give_time(config)

@@ -1,4 +1,4 @@
-"""What our methods need of vLLM's scheduling: a name that may be asynchronous, a K that fits a step, time to end."""
+"""Fits our methods to vLLM's scheduling: a name that may be asynchronous, a K that fits a step, time to end."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ GRACE_S = 5.0  # as much time as vLLM gives workers
 
 @contextmanager
 def may_be_asynchronous(method: str) -> Iterator[None]:
-    """vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs."""
+    """Adds our method to the names that vLLM's check of `async_scheduling` knows."""
     from vllm.config import vllm as vllm_config_module
 
     known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(method))]  # type: ignore[valid-type]
@@ -27,13 +27,10 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
 
 
 def fitting(vllm_config: Any) -> SpecConfig | None:
-    """The method with a shorter K, where a step may not schedule 1 + K tokens; None: K fits.
+    """A copy with a shorter K, if a step may not schedule 1 + K tokens; None: K fits. ConfigError: no K, or tree, fits.
 
-    Without a table of lengths vLLM pads a prompt that is cached but for a token to 1 + K tokens. If that is more than
-    the budget of a step, it never schedules the prompt; if it is more than the threshold of long prompts, it dies.
-
-    Raises:
-        ConfigError: no K fits, or no tree.
+    Without a table of lengths vLLM pads a prompt that is cached but for a token to 1 + K tokens. It never schedules
+    the prompt if that exceeds the budget of a step, and dies if it exceeds the threshold of long prompts.
     """
     scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
     config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
@@ -60,8 +57,8 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
 
 
 def give_time(config: SpecConfig) -> None:
-    """Has engines of this front end that save a file end in their own time: at a signal vLLM's servers kill them at
-    once, but on ROCm, where `--shutdown-timeout` is 0, its default."""
+    """Gives engines that save a file time to end: with `--shutdown-timeout` 0, its default, vLLM's servers kill them at
+    a signal, except on ROCm."""
     from vllm.v1.engine import utils
 
     if any(getattr(part.method_config, "store_path", None) for part in config.parts):

@@ -1,4 +1,4 @@
-"""Our `SpeculativeConfig`: carries a checked configuration of ours into every process of the engine."""
+"""Our `SpeculativeConfig`, which carries a checked configuration of ours into every process of the engine."""
 
 import copy
 import logging
@@ -53,15 +53,15 @@ WORKERS = {
 
 @vllm_dataclass
 class PluginSpeculativeConfig(SpeculativeConfig):
-    """What vLLM sees of a method of ours: a speculative method that has no model of its own.
+    """A method of ours as vLLM sees it: a speculative method without a model.
 
-    A cascade with a proposer built into vLLM looks like that proposer alone, so that all of vLLM (memory, KV cache,
+    A cascade with a proposer built into vLLM looks like that proposer, so that all of vLLM (memory, KV cache,
     lookahead slots, hidden states of the target) prepares for it.
     """
 
     method: str | None = None
     plugin_config: SkipValidation[Any] = None
-    plan: SkipValidation[Any] = None  # a plan.Plan, once vLLM has finished its configuration
+    plan: SkipValidation[Any] = None  # a plan.Plan, from `take_over` on
 
     def __post_init__(self) -> None:
         if self.built_in is not None:
@@ -78,9 +78,9 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def built_in_tokens(self) -> int:
-        """The most tokens that this stage drafts."""
-        own = self.built_in and self.built_in.num_speculative_tokens
-        return own or self.num_speculative_tokens
+        """K of this stage."""
+        length = self.built_in and self.built_in.num_speculative_tokens
+        return length or self.num_speculative_tokens
 
     @property
     def runs_target(self) -> bool:
@@ -88,27 +88,26 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def draws(self) -> bool:
-        """Whether any draft is drawn with noise: that of verification, or its own."""
+        """Whether drafts are sampled."""
         return bool(sample_methods(self.plugin_config) - {"greedy"})
 
     @property
     def draws_as_verified(self) -> bool:
-        """Whether that is done under all parameters of a request, which our verification knows."""
+        """Whether drafts are sampled with all parameters of a request, as our verification samples."""
         return self.draws and self.plugin_config.common.verification == "fused"
 
     @property
     def reads_history(self) -> bool:
-        """Whether the method reads the requests' tokens: on the device, if it drafts there."""
+        """Whether the method reads the requests' tokens, on the device if it drafts there."""
         return reads_history(self.plugin_config)
 
     def use_ngram(self) -> bool:
-        """Whether vLLM's runner shall keep all tokens in the device's memory."""
+        """Whether vLLM's runner keeps all tokens in the device's memory."""
         return self.plan.on_device and self.reads_history
 
 
 class PluginVllmConfig(VllmConfig):
-    """vLLM's configuration that may be checked again, as an engine's own process does, and with lookahead slots for a
-    method that writes keys and values past the last token."""
+    """A VllmConfig that an engine's process can check again, with lookahead slots for methods that run the target."""
 
     def __post_init__(self) -> None:
         config = self.speculative_config
@@ -124,7 +123,7 @@ class PluginVllmConfig(VllmConfig):
 def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> PluginSpeculativeConfig:
-    """vLLM's view of a configuration of ours; ConfigError where vLLM refuses the stage that is built into it."""
+    """vLLM's view of a configuration of ours. ConfigError: vLLM refuses the stage that is built into it."""
     if not config.says_length:
         config = _with_length_for(config, target_model_config)
     config = config.with_stages(map(_with_heads, config.stages)) if config.stages else config
@@ -144,8 +143,8 @@ def build(
 
 
 def _build_with(stage: StageConfig, config: SpecConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
-    is_models_own = stage.method == "mtp" and not (stage.num_speculative_tokens or config.says_length)
-    if not is_models_own:
+    is_models_length = stage.method == "mtp" and not (stage.num_speculative_tokens or config.says_length)
+    if not is_models_length:
         common["num_speculative_tokens"] = stage.num_speculative_tokens or config.length
     try:
         result = PluginSpeculativeConfig(
@@ -157,31 +156,30 @@ def _build_with(stage: StageConfig, config: SpecConfig, common: dict[str, Any]) 
         raise ConfigError(
             f"cascade: method must be {result.method!r} for {stage.method_config.model}, not {stage.method!r}."
         )
-    if is_models_own:
-        length = min(config.length, result.num_speculative_tokens)
-        short = replace(stage, num_speculative_tokens=length)
-        result.plugin_config = config.with_stages([short if its is stage else its for its in config.stages])
+    if is_models_length:
+        short = replace(stage, num_speculative_tokens=min(config.length, result.num_speculative_tokens))
+        result.plugin_config = config.with_stages([short if each is stage else each for each in config.stages])
     result.num_speculative_tokens = config.length
     return result
 
 
 def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
-    """The default K where the target has a say: of heads as many as there are, and few where a state is kept for each
-    token that is verified."""
+    """Sets the default K: Medusa's number of heads, and few tokens for a target that keeps a state for each."""
     if isinstance(config.method_config, MedusaConfig):
         return config.with_length(num_heads(config.method_config.heads))
     return config.with_length(min(config.length, SHORT)) if has_state(model) else config
 
 
 def _with_heads(stage: StageConfig) -> StageConfig:
-    """Medusa as a stage that does not say how many tokens it drafts: one of each head."""
-    own = stage.method_config
-    says_length = not isinstance(own, MedusaConfig) or stage.num_speculative_tokens
-    return stage if says_length else replace(stage, num_speculative_tokens=num_heads(own.heads))
+    """Sets the default K of a stage of Medusa: its number of heads."""
+    heads = getattr(stage.method_config, "heads", None)
+    return (
+        stage if stage.num_speculative_tokens or not heads else replace(stage, num_speculative_tokens=num_heads(heads))
+    )
 
 
 def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A configuration as the stage that is built into vLLM sees it: with the K of its own."""
+    """A copy for the stage that is built into vLLM, with the K of that stage."""
     alone = copy.copy(vllm_config)
     alone.speculative_config = copy.copy(vllm_config.speculative_config)
     alone.speculative_config.num_speculative_tokens = vllm_config.speculative_config.built_in_tokens
@@ -189,17 +187,15 @@ def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A configuration as it would be if the cascade had no stage that is built into vLLM."""
-    theirs = vllm_config.speculative_config
+    """A copy without the stage that is built into vLLM."""
     alone = copy.copy(vllm_config)
-    alone.speculative_config = copy.copy(theirs)
-    alone.speculative_config.draft_model_config = theirs.target_model_config
-    alone.speculative_config.draft_parallel_config = theirs.target_parallel_config
+    alone.speculative_config = copy.copy(vllm_config.speculative_config)
+    alone.speculative_config.draft_model_config = vllm_config.speculative_config.target_model_config
+    alone.speculative_config.draft_parallel_config = vllm_config.speculative_config.target_parallel_config
     return alone
 
 
 def _first_sentence(error: Exception) -> str:
-    """What an error says first; pydantic names the field apart from that."""
     text, field = str(error) or type(error).__name__, ""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
@@ -209,9 +205,13 @@ def _first_sentence(error: Exception) -> str:
 
 
 def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
-    """Puts our worker, and our scheduler where it is needed, into a finished configuration.
+    """Puts our worker, the plan and our scheduler into a configuration that vLLM has finished.
 
-    `async_scheduling` is what the user asks for. ConfigError: it holds something that our methods cannot run with.
+    Args:
+        async_scheduling: the user's.
+
+    Raises:
+        ConfigError: the method cannot run with this engine.
     """
     speculative_config = vllm_config.speculative_config
     method = speculative_config.plugin_config.method

@@ -1,0 +1,66 @@
+"""Writes the table of plans into docs/compatibility.md: `python docs/plans.py`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_specplugins.methods import runs_target
+from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.plan import Conditions, make_plan
+
+PAGE = Path(__file__).with_name("compatibility.md")
+BEGIN, END = "<!-- Written by docs/plans.py. -->", "<!-- End of the table. -->"
+FIELDS: dict[str, dict[str, Any]] = {
+    "jump": {"head": "folder"},
+    "medusa": {"heads": "folder"},
+    "remote": {"url": "http://host/v1", "model": "name"},
+    "custom": {"proposer": "json:loads"},
+    "eagle3": {"model": "name"},
+}
+METHODS = [
+    *("prompt_lookup", "suffix_lookup", "early_exit", "jump", "medusa", "remote", "grammar", "custom"),
+    *("prompt_lookup, early_exit", "prompt_lookup, eagle3", "suffix_lookup, early_exit", "prompt_lookup, grammar"),
+]
+ENGINES = {
+    "V2": Conditions(),
+    "V2 without trimming": Conditions(untrimmed_for="a reason"),
+    "V2, pipeline": Conditions(pipeline_parallel_size=2, world_size=2, untrimmed_for="a pipeline"),
+    "V2, synchronous": Conditions(asked_async=False, async_scheduling=False),
+    "V1": Conditions(use_v2_model_runner=False, async_scheduling=False),
+}
+
+
+def configuration(methods: str) -> dict[str, Any]:
+    stages = [{"method": name, **FIELDS.get(name, {})} for name in methods.split(", ")]
+    return stages[0] if len(stages) == 1 else {"method": "cascade", "stages": stages}
+
+
+def cell(methods: str, engine: Conditions) -> str:
+    """Where a method drafts, on which schedule, and whether its drafts are trimmed."""
+    config = parse_config(configuration(methods))
+    try:
+        plan = make_plan(config, engine)
+    except ValueError:
+        return "refused"
+    if runs_target(config) and engine.pipeline_parallel_size > 1:  # engine/target/admission.py
+        return "refused"
+    place = "host" if not plan.on_device else "device and thread" if plan.is_late else "device"
+    return f"{place}, {'async' if plan.is_async else 'sync'}{', trimmed' if plan.trims else ''}"
+
+
+def table() -> Iterator[str]:
+    yield f"| method, or stages | {' | '.join(ENGINES)} |"
+    yield f"|---|{'---|' * len(ENGINES)}"
+    for methods in METHODS:
+        names = ", ".join(f"`{name}`" for name in methods.split(", "))
+        yield f"| {names} | {' | '.join(cell(methods, engine) for engine in ENGINES.values())} |"
+
+
+def page() -> str:
+    """The page with the table as it is now."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return "\n".join([before + BEGIN, "", *table(), "", END + rest.partition(END)[2]])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
