@@ -36,7 +36,7 @@ def registered_methods() -> Mapping[str, Registered]:
 
 
 def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
-    """The checked configuration for a user's dictionary, whose "method" is one of METHODS, or registered.
+    """The checked configuration for a user's dictionary with a "method" of METHODS or a registered one.
 
     Args:
         greedy: `draft_sample_method` is "greedy" by default, as vLLM's verification requires.

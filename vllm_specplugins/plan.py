@@ -147,8 +147,8 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
 def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:
     """Whether steps are scheduled asynchronously, and why, in words.
 
-    A step that waits for the host is scheduled synchronously, and its scheduler knows the true lengths of drafts.
-    A pipeline never is: vLLM would plan drafts for a request whose last step is still under way.
+    The scheduler of a step that waits for the host knows the true lengths of drafts. A pipeline is never synchronous:
+    vLLM would plan drafts for a request before its last step is over.
     """
     if engine.asked_async is not None:
         return engine.async_scheduling, f"{'a' if engine.asked_async else ''}synchronously, as async_scheduling says"
