@@ -26,7 +26,6 @@ ENGINES = {
     "V2 without trimming": Conditions(untrimmed_for="a reason"),
     "V2, pipeline": Conditions(pipeline_parallel_size=2, world_size=2, untrimmed_for="a pipeline"),
     "V2, synchronous": Conditions(asked_async=False, async_scheduling=False),
-    "V1": Conditions(use_v2_model_runner=False, async_scheduling=False),
 }
 
 
