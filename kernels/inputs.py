@@ -21,6 +21,7 @@ def make_outcomes(num_steps: int, num_rows: int, num_stages: int, max_num_draft:
         num_draft = integers(rng, max_num_draft + 1, num_rows)
         stage = integers(rng, num_stages, num_rows, max_num_draft)
         confidence = 0.5 + 9 * torch.rand((num_rows, 1), generator=rng) + torch.arange(max_num_draft)
+        confidence[::3] = torch.rand(confidence[::3].shape, generator=rng)  # probabilities
         verified = integers(rng, num_draft + 1, num_rows)
         accepted = torch.minimum(integers(rng, 2 * verified + 1, num_rows), verified)
         sampled = torch.where(integers(rng, 8, num_rows) == 0, 0, accepted + 1)  # 0: the prompt goes on

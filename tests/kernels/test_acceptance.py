@@ -1,7 +1,7 @@
-"""Acceptance in Triton beside its reference: the same numbers, whatever the batch; few variants.
+"""The acceptance model: the reference beside made-up texts, and Triton beside the reference; few variants.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
-The reference itself: tests/gate/test_confidence.py.
+The host's form: tests/gate/test_gate_numba.py.
 """
 
 from typing import Any
@@ -10,16 +10,17 @@ import pytest
 import torch
 from interpreted import DEVICE, needs_triton
 from launch_keys import recorded
-from vllm_specplugins.kernels.acceptance import Drafts, Other, State, observe, predict, worth
-from vllm_specplugins.kernels.acceptance.reference import clear, new_state
+from vllm_specplugins.kernels.acceptance import Drafts, Other, State, host, observe, predict, worth
+from vllm_specplugins.kernels.acceptance.reference import _bins, clear, new_state
 from vllm_specplugins.kernels.inputs import make_outcomes
 from vllm_specplugins.kernels.rejection.inputs import to_device
 
 POISON = 77.0
+RELIABILITY = 0.05
 
 
 def run(steps: list[Any], num_stages: int, width: int, implementation: str) -> tuple[list[Any], State]:
-    """Acceptance probabilities and numbers of tokens worth keeping, of each step; what is known in the end."""
+    """What each step returns and writes; the state in the end."""
     device = DEVICE if implementation == "fused" else "cpu"
     actual, state = [], new_state(num_stages, 2 * len(steps[0][0]) + 1, width, device)
     for index, step in enumerate(steps):
@@ -43,6 +44,40 @@ def assert_same(actual: Any, expected: Any) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_stages_are_observed_apart(seed: int) -> None:
+    """Matches that mean less than they seem, and a drafter that gets worse along a draft, in texts that change: on
+    average each has its rate. Kills: one model for both stages, a token after a rejected one that counts."""
+    rng, K, num_rows, results = torch.Generator().manual_seed(seed), 6, 8, []
+    state, places = new_state(2, num_rows, K, "cpu"), torch.arange(K)
+    for step in range(400):
+        rows = torch.randperm(num_rows, generator=rng)[: 1 + step % num_rows]
+        highs = 2, K + 1, K + 1, 11
+        stage, num_draft, limit, match = (torch.randint(high, rows.shape, generator=rng) for high in highs)
+        is_match, stages = stage[:, None] == 0, stage[:, None].repeat(1, K)
+        drafts = Drafts(num_draft, stages, torch.where(is_match, 1 + match[:, None], 1) + places)
+        easy = 0.25 * ((rows + step // 100) % 2)[:, None]
+        probs = torch.where(is_match, 0.3 + easy, 0.7 + easy - 0.1 * places)
+        is_right = torch.rand(stages.shape, generator=rng) < probs
+        verified = torch.minimum(num_draft, limit)
+        accepted = torch.minimum(is_right.cumprod(dim=1).sum(dim=1), verified)
+        predict(state, rows, drafts, accept_probs := torch.empty(stages.shape))
+        assert ((accept_probs > 0) == (places < num_draft[:, None])).all()
+        observe(state, rows, accepted + 1, verified - accepted)
+        is_tried = (places < verified[:, None]) & (places <= accepted[:, None])
+        results.append(torch.stack((accept_probs, places < accepted[:, None], stages))[:, is_tried])
+    accept_probs, is_accepted, stages = torch.cat(results, dim=1)
+    for stage in (0, 1):
+        assert abs((accept_probs - is_accepted)[stages == stage].mean()) < RELIABILITY
+
+
+def test_bins() -> None:
+    """Kills: a probability that counts as the length of a match, a bin that ends a token or a hair elsewhere."""
+    confidence = torch.tensor([1.0, 2, 3, 4, 5, 31, 32, 0.0, 0.75, 0.751, 1 - 1 / 25, 0.9999], dtype=torch.float64)
+    bins = [0, 0, 1, 2, 3, 8, 9, 0, 0, 1, 3, 9]
+    assert _bins(confidence).tolist() == [host.bin_of(each) for each in confidence.tolist()] == bins
 
 
 @needs_triton

@@ -2,9 +2,9 @@
 
     ms = base + slope * draft tokens,    slope = (covariation + w * first slope) / (variation + w)
 
-StepTimes (step_times.py) keeps a table by length, since the scheduler gives all requests one length. The gate gives
-each request its own, so that the draft tokens of a batch take any number, and a line through all steps prices a token
-from fewer of them. (That table in place of the line played recorded texts as fast on average, but among 16 requests up
+StepTimes (step_times.py) has a table by length, since the scheduler gives all requests one length. The gate's lengths
+differ by request, so that a batch may have any number of draft tokens, and a line through all steps prices a token from
+fewer of them. (With that table in place of the line, recorded texts played as fast on average, but among 16 requests up
 to 2.7 % slower, and 6 % with other first guesses.) Both share outliers, and that a longer draft is never cheaper.
 """
 
@@ -20,7 +20,7 @@ COST_DECAY = 0.95  # of the means, per step
 MARGIN = 1.05  # times its price a token must gain: estimates err, and the argmax picks those that err upwards
 SHARED_MARGIN = 1.5  # times its price without drafts, among several requests
 FIRST_SLOPE = 0.05  # steps that one more draft token takes, before it is known
-SHARED_SLOPE = 0.02  # the same for several requests, whose steps are longer
+SHARED_SLOPE = 0.02  # the same for several requests: their steps are longer
 TOKEN_SHARE = 0.32  # of the time per request: from 16 requests on, the first slope is at most this
 SLOPE_WEIGHT = 1.0  # w, in squared draft tokens of a request
 FIRST_WEIGHT = 8.0  # steps, at most, that other numbers of requests count for a new one

@@ -2,11 +2,11 @@
 
     length = argmax of tokens(length) / ms(length)
 
-`ms` is kept by number of requests and length. Where a time is unknown, steps with about as many tokens give a guess,
-and a longer draft never counts as cheaper than a shorter one. `tokens` is kept by place in the draft: a draft also
-shows the tokens that each shorter one would have brought. Now and then a step tries another length. Where each step
-also takes prompts in, a step of many requests counts by their share of its tokens, until a purer one is known. The
-caller measures all times. R: requests, L: lengths.
+The record of `ms` is by number of requests and length. Where a time is unknown, steps with about as many tokens give a
+guess, and a longer draft never counts as cheaper than a shorter one. The record of `tokens` is by place in the draft: a
+draft also shows the tokens that each shorter one would have brought. Now and then a step tries another length. Where
+each step also takes prompts in, a step of many requests counts by their share of its tokens, until a purer one is
+known. The caller measures all times. R: requests, L: lengths.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ MODEL_DECAY = 0.97  # beside a tree, which a model drafts: its acceptance change
 FORGOTTEN = 0.99  # per step that does not draft there
 GUESS, GUESS_WEIGHT = 0.75, 0.25  # prior of a token's acceptance probability, and its weight in requests
 WHOLE = 0.95  # acceptance probability of tokens after a draft that was accepted whole
-MAX_SAVED = 4.0  # steps, whose time is saved up for trials
+MAX_SAVED = 4.0  # steps: at most their time is saved up for trials
 TRIAL_EVERY, TRIAL_SHARE = 8, 0.005  # steps between trials, at least, and the share of the time for them, at most
 MAX_DEVIATIONS = 3.0  # standard deviations, beyond which wholly accepted drafts show a new kind of text
 TIE = 0.995  # of the best rate: the longest length above it is chosen, since it shows more
@@ -197,7 +197,7 @@ def _survive(tokens: Any, survival: Any, lengths: Any, outcomes: Any, has_tree: 
     """Writes, [L] each, the expected tokens of a request and the probability that its whole draft is accepted.
 
     A stretch without a record is as likely as the one before it. A tree, whose tokens do not follow each other, has a
-    record of its nodes together, and begins as good as the longest chain.
+    record of all its nodes, and begins as good as the longest chain.
     """
     tokens[0], survival[0], accept_prob = 1.0, 1.0, GUESS
     for at in range(len(outcomes)):

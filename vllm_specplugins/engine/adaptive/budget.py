@@ -1,9 +1,9 @@
 """Model Runner V2: the number of draft tokens that a step verifies, in the place of vLLM's adaptive verification.
 
-The host chooses it by the most tokens per ms, from acceptance probabilities that are a step old, vLLM's tables of step
-times and the prices of context (prices.py), in one compiled function. The device shares it out by the newest
-probabilities, in one launch (kernels/budget). Where verifying all drafts costs about nothing, no kernel runs. S: slots
-of requests, K: max draft tokens.
+The host chooses the number with the best rate of tokens per ms, from acceptance probabilities that are a step old,
+vLLM's tables of step times and the prices of context (prices.py). The device shares it out by the newest probabilities,
+in one launch (kernels/budget); where verifying all drafts costs about nothing, no kernel runs. S: slots of requests, K:
+max draft tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ def best_budget(
     token_ms: float,  # of a draft token beside that
     limit: int,
 ) -> int:
-    """The number of draft tokens, beside `num_fixed` others, with the most tokens per ms.
+    """The number of draft tokens, beside `num_fixed` others, with the best rate of tokens per ms.
 
     A lookup without a match has probability 0. So that the first match after that gets a budget, a request also scores
     by the mean of its matches in the step after one without.

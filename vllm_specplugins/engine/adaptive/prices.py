@@ -1,9 +1,9 @@
-"""Model Runner V2: what a draft token costs, as vLLM's profile of a start measures it.
+"""Model Runner V2: the time that a draft token takes, measured in vLLM's profile at a start.
 
 vLLM times requests of one token with 8,192 tokens of context each, so that its table of costs prices a draft token as
 one more request. But a draft token reads no keys and values that its request's newest token does not read. So the
-table's batches have no context here, and four more batches say what a context adds: to each request, and to each draft
-token, whose attention is computed. An operator who sets VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN gets vLLM's
+table's batches have no context here, and four more batches measure the time that a context adds to each request, which
+reads it, and to each draft token, which attends to it. VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN leaves vLLM's
 table as it is.
 """
 
@@ -15,11 +15,11 @@ from vllm import envs
 from vllm.distributed.parallel_state import get_tp_group
 
 _CONTEXT_LEN = "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"
-_REPLAYS = 5  # of each batch, of which the median counts
+_REPLAYS = 5  # of each batch; their median counts
 
 
 class Prices(NamedTuple):
-    """Milliseconds a token of context: of a request that reads it, and of a draft token that attends to it."""
+    """Milliseconds per token of context: of a request that reads it, of a draft token that attends to it."""
 
     read_ms: float = 0.0
     attend_ms: float = 0.0
@@ -40,23 +40,23 @@ def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], Non
     def batches_to_profile(capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
         for batch in theirs(capture_sizes):
             yield {**batch, "context_len": 0}
-        req_states = manager.req_states  # above the largest graph requests have as many tokens as they are asked to
-        most = min(req_states.max_num_reqs, req_states.max_num_batched_tokens // width)
-        num_reqs = max(1, min(most, max(capture_sizes, default=0) // width + 1))
+        req_states = manager.req_states
+        limit = min(req_states.max_num_reqs, req_states.max_num_batched_tokens // width)
+        num_reqs = max(1, min(limit, max(capture_sizes, default=0) // width + 1))  # no graph pads such a batch
         for size in ({"num_tokens": num_reqs}, {"num_tokens": num_reqs * width, "uniform_decode": True}):
             for length in (0, context_len):
                 yield from [{**size, "context_len": length}] * _REPLAYS
 
     def set_initial_cost_curves(samples: list[Any]) -> None:
-        own = [samples[at : at + _REPLAYS] for at in range(len(samples) - 4 * _REPLAYS, len(samples), _REPLAYS)]
-        use(get_tp_group().broadcast_object(_prices(own, context_len), src=0))
+        ours = [samples[at : at + _REPLAYS] for at in range(len(samples) - 4 * _REPLAYS, len(samples), _REPLAYS)]
+        use(get_tp_group().broadcast_object(_prices(ours, context_len), src=0))
         set_theirs(samples[: -4 * _REPLAYS])
 
     manager.batches_to_profile, manager.set_initial_cost_curves = batches_to_profile, set_initial_cost_curves
 
 
 def _prices(samples: Sequence[Sequence[Any]], context_len: int) -> Prices:
-    """By samples of requests of one token and of requests with drafts, each without a context and with one."""
+    """From samples of requests of one token and of requests with drafts, each without a context and with one."""
     one, with_one, drafts, with_drafts = (float(np.median([sample.forward_ms for sample in each])) for each in samples)
     (one_reqs, _), (num_reqs, num_tokens) = ((sample.num_reqs, sample.num_target_tokens) for sample, *_ in samples[::2])
     length = max(1, context_len)
