@@ -117,8 +117,8 @@ class Reading:
         positions: [N] positions within the request, consecutive.
         token_ids: [N] int32 at these positions.
         next_ids: [N] int32 emitted after them.
-        states: [N, hidden_size] after the final norm, on the target's device; a learning exit's states precede them in
-            each row, NaN if it did not run.
+        states: [N, hidden_size] after the final norm, on the target's device; before them in a row those of an exit in
+            training, NaN if it did not run.
         gone: requests that ended since the last step.
     """
 

@@ -31,8 +31,8 @@ from vllm_specplugins.target import Sampling, Target
 class Speculator(DraftModelSpeculator):
     """For V2, a draft model without weights and attention layers.
 
-    `idx_mapping` has the slots of the rows. Drafting begins with vLLM's states of requests, whose buffers a graph can
-    read. Sampling parameters are copied once a request, since vLLM's change places.
+    `idx_mapping` has the slots of the rows. Drafting begins with vLLM's states of requests: a graph can read their
+    buffers. Sampling parameters are copied once a request, since vLLM's change places.
     """
 
     draft_attn_layer_names: set[str]

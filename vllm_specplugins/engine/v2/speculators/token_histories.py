@@ -36,26 +36,22 @@ class TokenHistories:
         distances = torch.full((num_slots, 2), NO_MATCH, dtype=torch.int32, device=device)
         self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu, distances)
         room = min(config.max_index_bytes // 4, num_slots * (self._max_model_len + _ALIGNED))
-        self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
-        self._spans = SpanAllocator(len(self._pool))
-        self._taken: dict[str, tuple[int, int]] = {}  # of requests with a reference: its span's start and size
-        # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
+        # The tokens of all references; a request has a span of them.
+        self.references = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
+        self._spans = SpanAllocator(len(self.references))
+        self._taken: dict[str, tuple[int, int]] = {}  # start and size of each request's span
+        # By slot. A graph reads them: vLLM's buffers would change places.
         starts, sizes = (torch.zeros(num_slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
-        self._all = References(self._pool, starts, sizes)
-
-    @property
-    def references(self) -> torch.Tensor:
-        """What holds all references, [num_tokens] int32."""
-        return self._pool
+        self._by_slot = References(self.references, starts, sizes)
 
     def num_bytes(self) -> int:
-        return 4 * (len(self._pool) - self._spans.num_free)
+        return 4 * (len(self.references) - self._spans.num_free)
 
     def add(self, requests: Sequence[Request]) -> None:
         self.remove(request.request_id for request in requests)
         rows = [(request.slot, *self._entered(request)) for request in requests]
-        slots, starts, sizes = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
-        self._all.starts[slots], self._all.lengths[slots] = starts, sizes.int()
+        slots, starts, sizes = async_tensor_h2d(np.array(rows, np.int64), self.references.device).T
+        self._by_slot.starts[slots], self._by_slot.lengths[slots] = starts, sizes.int()
         self.histories.distances.index_fill_(0, slots, NO_MATCH)
 
     def remove(self, request_ids: Iterable[str]) -> None:
@@ -75,7 +71,7 @@ class TokenHistories:
             self._max_num_draft,
             self._config.min_ngram,
             self._config.max_ngram,
-            self._all,
+            self._by_slot,
             longest=longest,
             implementation=self.implementation,
         )
@@ -87,6 +83,6 @@ class TokenHistories:
         start = self._spans.take(size) if size else None
         if start is None:
             return 0, 0
-        async_tensor_h2d(text, out=self._pool[start : start + len(text)])
+        async_tensor_h2d(text, out=self.references[start : start + len(text)])
         self._taken[request.request_id] = start, size
         return start, len(text)

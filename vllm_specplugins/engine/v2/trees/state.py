@@ -77,7 +77,7 @@ class Trees:
         self._caches = []
 
     def _warm_up(self) -> None:
-        """Kernels that no graph launches are compiled before they serve; of no node, so that nothing moves."""
+        """Compiles the kernels that no graph launches, on a tree without nodes, so that nothing moves."""
         _, num_emitted, path = walk(self._parents[:1], self._path[:1], self._path[:1], self.implementation)
         table = self._runner.block_tables.block_tables[0].gpu[:1]
         compact(self._caches, self._pointers, table, path[:, 0], path, num_emitted * 0, self.implementation)
