@@ -20,27 +20,17 @@ from vllm_specplugins.proposers.heads.norm import effective_norm_weight
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A causal language model whose layers end in a final RMSNorm and a head.
+    """A causal language model whose layers end in a final RMSNorm and a head."""
 
-    Args:
-        model: of transformers, in eval mode; its parameters need no gradients.
-        dtype: of the stored checkpoint.
-        norm_weight: [H] float32, factor of the final norm (for Gemma, one more than its parameter).
-        norm_eps: of the final norm.
-    """
-
-    model: Any
-    dtype: torch.dtype
-    norm_weight: torch.Tensor
-    norm_eps: float
+    model: Any  # of transformers, in eval mode; its parameters need no gradients
+    dtype: torch.dtype  # of the stored checkpoint
+    norm_weight: torch.Tensor  # [H] float32, factor of the final norm (for Gemma, one more than its parameter)
+    norm_eps: float  # of the final norm
 
     @classmethod
     def load(cls, path: str, device: str) -> "BaseModel":
         """The checkpoint at a path or of a Hugging Face name: in float32 on a CPU, else in its dtype.
-
-        Raises:
-            ConfigError: there is none, or it has no final RMSNorm.
-        """
+        Raises ConfigError: there is none, or it has no final RMSNorm."""
         logging.disable_progress_bar()
         model = _from_pretrained(AutoModelForCausalLM, path, dtype="auto")
         dtype = model.dtype

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 from rich.console import Console
@@ -27,13 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """The command; returns 0."""
     tokenizer, vocab_size = load_tokenizer(args.tokenizer), int(load_config(args.tokenizer).vocab_size)
     tenant = b"" if args.cache_salt is None else tenant_of(args.cache_salt)
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    records: list[bytes] = []
-    num_tokens = 0
+    records, num_tokens = list[bytes](), 0
     with progress() as bars:
         task = bars.add_task("reading", total=None)
         for sample in answered(args.data, lambda: tokenizer, vocab_size):
@@ -42,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
             num_tokens += len(ids)
             pieces = np.split(ids, range(TOKENS_AT_ONCE, len(ids), TOKENS_AT_ONCE))
             records += [record(StoredText(True, tenant, piece)) for piece in pieces]
-    file = StoreFile(args.out, fingerprint(tokenize, vocab_size), vocab_size, sys.maxsize)
+    known = fingerprint(partial(tokenizer.encode, add_special_tokens=False), vocab_size)
+    file = StoreFile(args.out, known, vocab_size, sys.maxsize)
     with writing("--out", "file", file.path):  # it replaces another store, if there is one, and nothing else
         with suppress(DamagedError):  # or that of another model
             if file.path.exists():

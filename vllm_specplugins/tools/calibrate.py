@@ -1,9 +1,8 @@
 """`calibrate`: `bench`, on the user's text, over the methods that can serve a model.
 
-The model continues the text greedily. Each exit is compared token by token with the model's output; as a draft token is
-verified only if all before it were right, this gives the exact number of accepted tokens. The cost is a guess: a draft
-token takes its share of the layers of a step, and verification takes nothing. The best exits are then served, beside
-the methods that the user names, trained parts among them. K: num_draft.
+The model continues the text greedily, and each exit is compared with that token by token: a draft token is accepted if
+it and all before it are right. The cost is a guess: a draft token takes its share of the layers of a step, and
+verification takes nothing. The best exits are served, beside the methods that the user names. K: num_draft.
 """
 
 import argparse
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pick_prompts(args: argparse.Namespace) -> Workload:
-    """Beginnings to be continued, spread evenly over the user's text."""
+    """Prompts, spread evenly over the user's text."""
     if args.tokens < (least := args.max_draft + MIN_STEPS):
         raise ConfigError(f"--tokens must be at least {least} with --max-draft {args.max_draft}, not {args.tokens}.")
     rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)

@@ -36,16 +36,13 @@ class Trace:
     """A recording.
 
     Args:
-        histories: prompt and output of each request.
-        prompt_lengths: of each request.
         steps: (requests that sampled a token, requests that were forgotten before), by number.
-        options: of each request.
     """
 
-    histories: list[Int32Array]
-    prompt_lengths: list[int]
+    histories: list[Int32Array]  # prompt and output of each request
+    prompt_lengths: list[int]  # of each request
     steps: list[tuple[list[int], list[int]]]
-    options: list[Mapping[str, Any]]
+    options: list[Mapping[str, Any]]  # of each request
     vocab_size: int
     max_model_len: int
     max_num_draft: int

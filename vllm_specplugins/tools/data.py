@@ -30,28 +30,18 @@ MIN_ROW_TOKENS = 8  # of a row that is cut from a text: the rest of a text may b
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request, or a text.
+    """A request, or a text."""
 
-    Args:
-        place: as in "line 3 of FILE".
-        row: the JSON object that it was read from.
-        prompt: token ids; none of a text.
-        output: token ids of the answer, or of the text; None without an answer.
-    """
-
-    place: str
-    row: Mapping[str, Any]
-    prompt: list[int]
-    output: list[int] | None
+    place: str  # as in "line 3 of FILE"
+    row: Mapping[str, Any]  # the JSON object that it was read from
+    prompt: list[int]  # token ids; none of a text
+    output: list[int] | None  # token ids of the answer, or of the text; None without an answer
 
 
 def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
     """All samples of the files, in order; the file "-" is standard input. A conversation is a sample for each answer in
     it, and one for an answer that is still to come.
-
-    Raises:
-        ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS: it is named.
-    """
+    Raises ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS: it is named."""
     for place, row in chain.from_iterable(map(_rows, files)):
         try:
             for prompt, output in parsed(row, tokenizer):
@@ -64,11 +54,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 
 
 
 def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """The samples that have an output.
-
-    Raises:
-        ConfigError: see samples; a line without an answer.
-    """
+    """The samples that have an output. Raises ConfigError: see samples; a line without an answer."""
     last: Mapping[str, Any] | None = None
     for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:

@@ -50,10 +50,7 @@ def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
 
 def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
     """Has `save` write files into the folder, all or none (SavedFolder).
-
-    Raises:
-        ConfigError: the folder cannot be written, or the disk is full.
-    """
+    Raises ConfigError: the folder cannot be written, or the disk is full."""
     make_folder(folder)
     try:
         with closing(SavedFolder(folder)) as saved:

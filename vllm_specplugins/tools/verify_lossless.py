@@ -108,9 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Configurations of the methods to verify, by name; all of ours if the user names none.
-
-    Raises:
-        ConfigError: no method of that name, or no JSON.
+    Raises ConfigError: no method of that name, or no JSON.
 
     >>> list(pick_methods(["jump", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['jump-probabilistic', 'jump-coupled', 'ngram:2']

@@ -70,11 +70,7 @@ class EngineProcess:
         return self.receive()
 
     def receive(self) -> Any:
-        """The next message of the process.
-
-        Raises:
-            ConfigError: the engine failed.
-        """
+        """The next message of the process. Raises ConfigError: the engine failed."""
         try:
             message = self._pipe.recv()
         except (EOFError, OSError):

@@ -32,7 +32,12 @@ Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 def run(args: argparse.Namespace) -> int:
     """The command; returns 0, or 1 if speculation changed an output."""
     configs = pick_methods(args.methods)
-    args.model = args.model or chat_model()
+    if not args.model and not (CHAT_MODEL / "config.json").is_file():
+        raise ConfigError(
+            f"--model must name a model, or {CHAT_MODEL} must hold the chat model, which `python "
+            "examples/chat_model.py`, in a clone of this repository, makes in half a minute."
+        )
+    args.model = args.model or str(CHAT_MODEL)
     check_files(args)
     workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
     if not args.trace and (args.rate or args.drafter):
@@ -44,16 +49,6 @@ def run(args: argparse.Namespace) -> int:
     return tell(args, report)
 
 
-def chat_model() -> str:
-    """The folder of the default model; ConfigError if it is not there."""
-    if not (CHAT_MODEL / "config.json").is_file():
-        raise ConfigError(
-            f"--model must name a model, or {CHAT_MODEL} must hold the chat model, which `python "
-            "examples/chat_model.py`, in a clone of this repository, makes in half a minute."
-        )
-    return str(CHAT_MODEL)
-
-
 def measure(
     args: argparse.Namespace,
     configs: Mapping[str, Config | None],
@@ -61,12 +56,7 @@ def measure(
     bars: Progress,
     together: bool,
 ) -> Report:
-    """Serves all cells.
-
-    Args:
-        configs: by method, no speculation first.
-        together: all engines are up and take turns; else one serves after the other.
-    """
+    """Serves all cells with methods, no speculation first. The engines take turns together, or serve one by one."""
     groups = [configs] if together else [{name: config} for name, config in configs.items()]
     arguments, turns = engine_arguments(args, len(groups[0]), workloads), Turns()
     cells = [
@@ -100,11 +90,8 @@ def measure(
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: Turns) -> list[Traffic]:
-    """The traffic of a warm-up and of each round. Each has a tenant, and prompts that no other round has, but for logs.
-
-    Args:
-        turns: for a cell with a rate: no speculation's at the largest batch show how much traffic it can serve.
-    """
+    """The traffic of a warm-up and of each round. Each has a tenant, and prompts that no other round has, but for logs;
+    `turns` of no speculation say how much traffic it can serve, for a cell with a rate."""
     rounds, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
@@ -131,11 +118,7 @@ def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The user's files, and the tasks and built-in texts that the user names; DEFAULT without either.
-
-    Raises:
-        ConfigError: see make_workload, read_workloads and load_tokenizer.
-    """
+    """The user's files, and the tasks and built-in texts that the user names; DEFAULT without either."""
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.data else DEFAULT)
     built_in = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
@@ -149,10 +132,7 @@ def num_prompts(args: argparse.Namespace) -> int:
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for engines that are up together; those of the user come last.
-
-    Raises:
-        ConfigError: a prompt and its output do not fit into the model's context.
-    """
+    Raises ConfigError: a prompt and its output do not fit into the model's context."""
     longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
     context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
     if longest + args.tokens > context:

@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -62,13 +62,12 @@ class Cell:
     """Traffic of a comparison.
 
     Args:
-        batch: requests at a time; with a rate their limit.
         rate: requests arrive at random times, at this share of the rate that no speculation can serve; 0: a request
             arrives as soon as another one has ended.
     """
 
     workload: str
-    batch: int
+    batch: int  # requests at a time; with a rate their limit
     temperature: float
     rate: float = 0.0
 
@@ -115,10 +114,9 @@ def rows_of(
     has_cpu_clock: bool = False,
     log: Sequence[Sequence[int]] | None = None,
 ) -> list[Row]:
-    """The rows of a cell.
+    """The rows of a cell, from turns by method, no speculation first, each with a warm-up.
 
     Args:
-        turns: by method, no speculation first; the first turn of each is a warm-up.
         has_cpu_clock: the model runs in the engine's thread, on a CPU. The CPU time of that thread then replaces wall
             time where other load on the machine makes a range of the cell wide.
         log: outputs that the engines were forced to emit; None: outputs are compared with no speculation's.
@@ -131,14 +129,7 @@ def rows_of(
     return rows
 
 
-def _row(
-    cell: Cell,
-    method: str,
-    turns: Sequence[Turn],
-    plain: Sequence[Turn],
-    clock: str,
-    log: Sequence[Sequence[int]] | None,
-) -> Row:
+def _row(cell: Cell, method: str, turns: Sequence[Turn], plain: Sequence[Turn], clock: str, log: Any) -> Row:
     def scale(turn: Turn) -> float:
         return turn.cpu_seconds / turn.seconds if clock == "cpu" else 1.0
 
@@ -149,11 +140,11 @@ def _row(
         return sum(getattr(turn, name) for turn in turns)
 
     answers = [answer for turn in turns for answer in turn.answers]
+    outputs = [answer.token_ids for answer in answers]
     expected = [list(tokens) for tokens in log or ()] * len(turns)
     expected = expected or [answer.token_ids for turn in plain for answer in turn.answers]
-    gaps = [ms for answer in answers for ms in answer.step_ms] or [0.0]
+    median_ms, p99_ms = np.quantile([ms for answer in answers for ms in answer.step_ms] or [0.0], (0.5, 0.99))
     num_steps, num_draft_tokens = total("num_steps"), total("num_draft_tokens")
-    different = sum(answer.token_ids != tokens for answer, tokens in zip(answers, expected, strict=True))
     return Row(
         cell=cell,
         method=method,
@@ -166,10 +157,10 @@ def _row(
         coverage=total("num_drafts") / max(1, num_steps),
         accepted=total("num_accepted_tokens") / num_draft_tokens if num_draft_tokens else None,
         first_ms=statistics.median(answer.first_ms for answer in answers),
-        gap_ms=(float(np.quantile(gaps, 0.5)), float(np.quantile(gaps, 0.99))),
-        repeats=repeated_share([answer.token_ids for answer in answers]),
-        num_outputs=len(answers),
-        num_different=None if cell.temperature else different,
+        gap_ms=(float(median_ms), float(p99_ms)),
+        repeats=repeated_share(outputs),
+        num_outputs=len(outputs),
+        num_different=None if cell.temperature else sum(map(list.__ne__, outputs, expected)),
         num_faults=total("num_faults"),
         clock=clock,
     )

@@ -38,20 +38,13 @@ FRESH = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of a benchmark.
+    """All of a benchmark."""
 
-    Args:
-        rows: by cell, and in it by method.
-        configs: by method, no speculation first.
-        conditions: arguments of the run.
-        step_ms_by_tokens: of all engines: ms of a step by the tokens that it verified, for `replay --costs`.
-    """
-
-    rows: list[Row]
-    configs: Mapping[str, Config | None]
+    rows: list[Row]  # by cell, and in it by method
+    configs: Mapping[str, Config | None]  # by method, no speculation first
     machine: Machine
-    conditions: dict[str, Any]
-    step_ms_by_tokens: Mapping[int, float] = field(default_factory=dict)
+    conditions: dict[str, Any]  # arguments of the run
+    step_ms_by_tokens: Mapping[int, float] = field(default_factory=dict)  # of all engines, for `replay --costs`
 
     @property
     def is_lossless(self) -> bool:
@@ -82,10 +75,6 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
 
     Rounds are pairs: all methods serve the same prompts in turns. A method is recommended where the 95 % interval of
     its ratio to no speculation is above 1, and its median pays.
-
-    Args:
-        rows: of all methods.
-        configs: by method, no speculation first.
     """
     by_method = {name: [row for row in rows if row.method == name] for name in configs}
     gains = {name: mean_ratio(its) for name, its in by_method.items()}
@@ -96,7 +85,10 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
         words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
         if low.ratio.median < LOSES:
             words += f"; where you serve such traffic ({low.cell}), go without"
-    if doubts := list(_doubts(rows)):
+    num_rounds, num_requests = len(gain.rounds), min(row.num_outputs for row in rows)
+    doubts = [f"it takes {MIN_ROUNDS} rounds, not {num_rounds}"] * (num_rounds < MIN_ROUNDS)
+    doubts += [f"it takes {MIN_REQUESTS} requests of each workload, not {num_requests}"] * (num_requests < MIN_REQUESTS)
+    if doubts:
         return f"No advice: {'; '.join(doubts)}. The highest median has {words}.", None
     low_end, high_end = gain.interval()
     if high_end <= 1 or gain.median < PAYS:
@@ -114,13 +106,6 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
 def mean_ratio(rows: Sequence[Row]) -> Spread:
     """The ratios of a method, in each round the geometric mean over the cells."""
     return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
-
-
-def _doubts(rows: Sequence[Row]) -> Iterator[str]:
-    if (count := len(rows[0].ratio.rounds)) < MIN_ROUNDS:
-        yield f"it takes {MIN_ROUNDS} rounds, not {count}"
-    if (count := min(row.num_outputs for row in rows)) < MIN_REQUESTS:
-        yield f"it takes {MIN_REQUESTS} requests of each workload, not {count}"
 
 
 def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:

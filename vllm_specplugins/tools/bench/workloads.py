@@ -18,7 +18,7 @@ from vllm_specplugins.methods import runs_target
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.base_model import load_config
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
-from vllm_specplugins.tools.data import Sample, accepted_lengths, answered, rows_of, samples
+from vllm_specplugins.tools.data import accepted_lengths, answered, rows_of, samples
 from vllm_specplugins.tools.picker import Config, is_ours
 
 # Eight rows of messages for each task; a conversation of several turns is a prompt for each of its answers.
@@ -31,18 +31,12 @@ MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A kind of text.
-
-    Args:
-        prompts: token ids of each.
-        repeats: all rounds ask the same, and a method knows the outputs of earlier rounds.
-        log: outputs that engines are forced to emit, one for each prompt; all rounds ask all of its prompts.
-    """
+    """A kind of text."""
 
     name: str
-    prompts: list[list[int]]
-    repeats: bool = False
-    log: Forced | None = None
+    prompts: list[list[int]]  # token ids
+    repeats: bool = False  # all rounds ask the same, and a method knows the outputs of earlier rounds
+    log: Forced | None = None  # outputs that engines are forced to emit; all rounds ask all prompts
 
     def take(self, count: int, start: int = 0) -> list[list[int]]:
         """`count` prompts, from the start again where there are fewer."""
@@ -60,10 +54,9 @@ class Workload:
 
 
 def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Workload:
-    """A built-in workload, the same one each time on the same Python.
+    """A workload of TASKS or BUILT_IN, the same one each time on the same Python.
 
     Args:
-        name: one of TASKS or of BUILT_IN.
         count: number of prompts; a task has eight.
         num_tokens: length of a prompt that is cut or generated; the prompts of a task are whole.
 
@@ -81,20 +74,13 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
 
 
 def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> list[Workload]:
-    """The workloads of a file: one for each `task` of its rows and each task of Spec-Bench's questions, or one in all.
-
-    Args:
-        count: at most as many prompts of a workload, the first ones of the file.
-        num_tokens: length of a prompt that is cut from a text.
-
-    Raises:
-        ConfigError: see samples; a file without a prompt.
-    """
+    """The workloads of a file: one for each `task` of its rows and each task of Spec-Bench's questions, or one in all;
+    of each the first `count` prompts. A text is cut into prompts of `num_tokens`."""
     by_task: dict[str, list[list[int]]] = {}
     for sample in samples([file], lambda: tokenizer, len(tokenizer)):
         prompts = by_task.setdefault(_task(sample.row) or file.stem, [])
-        cut = isinstance(sample.row.get("text"), str) and not sample.prompt
-        asked = rows_of([sample.row["text"]], tokenizer, num_tokens) if cut else [sample.prompt]
+        is_text = isinstance(sample.row.get("text"), str) and not sample.prompt
+        asked = rows_of([sample.row["text"]], tokenizer, num_tokens) if is_text else [sample.prompt]
         prompts += [prompt for prompt in asked if prompt][: max(0, count - len(prompts))]
     workloads = [Workload(name, prompts) for name, prompts in by_task.items() if prompts]
     if not workloads:
@@ -151,13 +137,10 @@ def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:
 
 def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> Workload:
     """The requests of a log, with the outputs that engines are forced to emit.
-
-    Raises:
-        ConfigError: a method, a temperature or a log that cannot be forced.
-    """
-    _check(args, configs)
+    Raises ConfigError: a method, a temperature or a log that cannot be forced."""
+    _check_forced(args, configs)
     vocab_size, count, rows = load_config(args.model).vocab_size, max(args.prompts, *args.batch), []
-    for sample in islice(_forced_samples(args.trace), count):
+    for sample in islice((sample for sample in answered([args.trace], _no_tokenizer) if sample.prompt), count):
         output = (sample.output or [])[: args.tokens]
         if (highest := max([*sample.prompt, *output])) >= vocab_size:
             raise ConfigError(f"--trace: {sample.place} must hold token ids below {vocab_size}, not {highest}.")
@@ -172,14 +155,11 @@ def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> 
     return Workload(args.trace.stem, prompts, log=Forced(outputs, accepted if args.drafter else None))
 
 
-def _forced_samples(file: Path) -> Iterator[Sample]:
-    def no_tokenizer() -> NoReturn:
-        raise ConfigError('must hold "prompt" and "output" as token ids to be forced, not as text.')
-
-    return (sample for sample in answered([file], no_tokenizer) if sample.prompt)
+def _no_tokenizer() -> NoReturn:
+    raise ConfigError('must hold "prompt" and "output" as token ids to be forced, not as text.')
 
 
-def _check(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> None:
+def _check_forced(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> None:
     if args.temperature != [0.0]:
         raise ConfigError(f"--temperature must be 0 with --trace, which forces greedy choices, not {args.temperature}.")
     if args.engine_args.get("enable_batch_sharded_sampling"):

@@ -84,23 +84,16 @@ def merge(counts: Counts, expected: Floats) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A cell of a method.
-
-    Args:
-        test: of a sampled cell.
-        num_different: outputs at temperature 0 that differ from those without speculation.
-        refusal: vLLM's sentence.
-        failure: the end of the engine, in a sentence.
-    """
+    """A cell of a method."""
 
     method: str
     cell: str
     num_drafted: int = 0
     num_accepted: int = 0
-    test: ChiSquared | None = None
-    num_different: int | None = None
-    refusal: str | None = None
-    failure: str | None = None
+    test: ChiSquared | None = None  # of a sampled cell
+    num_different: int | None = None  # outputs at temperature 0 that differ from those without speculation
+    refusal: str | None = None  # vLLM's sentence
+    failure: str | None = None  # the end of the engine, in a sentence
 
 
 class Report:

@@ -37,18 +37,12 @@ Build = Callable[[ProposerContext], Proposer]
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A drafter of which logs hold the accepted lengths.
-
-    Args:
-        ms: time of all its passes for a step's drafts.
-        token_ms: time of each draft token, those of all requests counted.
-        num_draft: K.
-    """
+    """A drafter of which logs hold the accepted lengths."""
 
     name: str
-    ms: float
-    token_ms: float
-    num_draft: int
+    ms: float  # time of all its passes for a step's drafts
+    token_ms: float  # time of each draft token, those of all requests counted
+    num_draft: int  # K
 
     @classmethod
     def parse(cls, text: str) -> "Drafter":
@@ -93,22 +87,15 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A method that is played.
-
-    Args:
-        policy: ALWAYS, or GATED: a gate chooses its lengths; FIXED for a method of others.
-        num_draft: K.
-        config: its whole --speculative-config; None for a method of others.
-        waits: its drafting waits for the device.
-    """
+    """A method that is played."""
 
     method: str
-    policy: str
-    num_draft: int
+    policy: str  # ALWAYS, or GATED: a gate chooses its lengths; FIXED for a method of others
+    num_draft: int  # K
     build: Build
-    config: Config | None = None
+    config: Config | None = None  # its whole --speculative-config; None for a method of others
     drafter: Drafter | None = None
-    waits: bool = False
+    waits: bool = False  # its drafting waits for the device
 
     @classmethod
     def ours(cls, method: str, policy: str, config: Config, drafter: Drafter | None = None) -> "Candidate":

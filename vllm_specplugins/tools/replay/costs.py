@@ -17,15 +17,12 @@ class CostTable:
 
     Args:
         ms: by tokens verified, in order, those of all requests together; a request without a draft verifies one.
-        context_ms: for each token of context of each request: attention reads its keys and values.
-        source: of the figures.
-        draft_ms: added to a step that verifies a draft.
     """
 
     ms: Mapping[int, float]
-    context_ms: float = 0.0
-    source: str = ""
-    draft_ms: float = 0.0
+    context_ms: float = 0.0  # for each token of context of each request: attention reads its keys and values
+    source: str = ""  # of the figures
+    draft_ms: float = 0.0  # added to a step that verifies a draft
 
     @classmethod
     def line(cls, step_ms: float, token_ms: float, context_ms: float = 0.0, draft_ms: float = 0.0) -> "CostTable":
@@ -52,16 +49,14 @@ class Load:
     """The time of a step, and the number of requests at a time.
 
     Args:
-        draft_us: of drafting, for each request and step; None: as measured here.
-        host: time of the engine's thread in a step, by requests; None: it is in the costs.
         waits: drafting waits for the device. Else host and device work side by side, and a step takes as long as the
             slower one.
     """
 
     costs: CostTable
     batch: int = 1
-    draft_us: float | None = None
-    host: CostTable | None = None
+    draft_us: float | None = None  # of drafting, for each request and step; None: as measured here
+    host: CostTable | None = None  # time of the engine's thread in a step, by requests; None: it is in the costs
     waits: bool = False
 
     def step_ms(self, num_reqs: int, num_draft: int, num_context: int) -> float:

@@ -26,17 +26,13 @@ class Traffic:
     """Requests by number, in the order of their arrival.
 
     Args:
-        histories: prompt and output of each.
-        prompt_lengths: number of tokens of its prompt.
-        start_ms: its arrival since the beginning; 0 where the log holds none.
-        options: its `SamplingParams.extra_args["specplugins"]`.
         accepted: by drafter and number of output tokens so far, how many tokens of its draft would be accepted.
     """
 
-    histories: list[Int32Array] = field(default_factory=list)
-    prompt_lengths: list[int] = field(default_factory=list)
-    start_ms: list[float] = field(default_factory=list)
-    options: list[Mapping[str, Any]] = field(default_factory=list)
+    histories: list[Int32Array] = field(default_factory=list)  # prompt and output of each
+    prompt_lengths: list[int] = field(default_factory=list)  # number of tokens of its prompt
+    start_ms: list[float] = field(default_factory=list)  # its arrival since the beginning; 0 where the log holds none
+    options: list[Mapping[str, Any]] = field(default_factory=list)  # its `SamplingParams.extra_args["specplugins"]`
     accepted: list[Accepted] = field(default_factory=list)
 
     def add(
@@ -78,16 +74,13 @@ class Chosen:
     """The requests of a log that are played.
 
     Args:
-        limit: the first ones, at most as many.
         ids: "even" or "odd" ones of their "id", or their places in the log where they have none; "all": of either kind.
-        max_output: tokens of the longest output; None: any number.
-        drafter: each must hold its accepted lengths; None: those of none.
     """
 
-    limit: int
+    limit: int  # the first ones, at most as many
     ids: str = "all"
-    max_output: int | None = None
-    drafter: str | None = None
+    max_output: int | None = None  # tokens of the longest output; None: any number
+    drafter: str | None = None  # each must hold its accepted lengths; None: those of none
 
     def allows(self, number: int, sample: Sample) -> bool:
         """Whether the log's request with this number is one of them."""

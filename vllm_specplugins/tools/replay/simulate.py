@@ -119,21 +119,17 @@ class Totals:
     """Sums over all steps of single requests after their first tokens.
 
     Args:
-        drafts: steps that verified a draft.
-        step_ms: of the engine, drafting excluded.
-        drafting_ms: of the proposer and its barrier, on this machine or as the load says.
-        num_faults: of the proposer.
         by_request: tokens emitted by each and its share of the time, by number.
     """
 
     steps: int = 0
-    drafts: int = 0
+    drafts: int = 0  # steps that verified a draft
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
-    step_ms: float = 0.0
-    drafting_ms: float = 0.0
-    num_faults: int = 0
+    step_ms: float = 0.0  # of the engine, drafting excluded
+    drafting_ms: float = 0.0  # of the proposer and its barrier, on this machine or as the load says
+    num_faults: int = 0  # of the proposer
     by_request: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float) -> None:

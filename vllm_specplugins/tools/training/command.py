@@ -59,22 +59,14 @@ The weights were made from those of {model} and from the text: their licences bi
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A training and its scores.
+    """A training and its scores."""
 
-    Args:
-        before: scores of the part as it began.
-        after: scores of the saved part.
-        config: value for vLLM.
-        num_tokens: that were scored.
-        data: lines on the text, for the card.
-    """
-
-    before: Scores
-    after: Scores
-    config: dict[str, Any]
+    before: Scores  # scores of the part as it began
+    after: Scores  # scores of the saved part
+    config: dict[str, Any]  # value for vLLM
     settings: Settings
-    num_tokens: int
-    data: list[str]
+    num_tokens: int  # that were scored
+    data: list[str]  # lines on the text, for the card
 
     @property
     def verdict(self) -> str:

@@ -25,28 +25,17 @@ WARM_UP = 0.05  # of the steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings that decide the weights of a run, which resumes with the same alone. Each kind of part adds fields.
+    """Settings that decide the weights of a run, which resumes with the same alone. Each kind of part adds fields."""
 
-    Args:
-        model: path or name.
-        batch_tokens: of a step, about.
-        row_tokens: of a row, at most.
-        learning_rate: at its highest.
-        seed: of the order of the rows.
-        heldout: share of the rows that is not trained on.
-        data: checksum of the token ids.
-        num_draft: how many draft tokens it learns to predict, one after the other.
-    """
-
-    model: str
+    model: str  # path or name
     steps: int
-    batch_tokens: int
-    row_tokens: int
-    learning_rate: float
-    seed: int
-    heldout: float
-    data: int
-    num_draft: int = 1
+    batch_tokens: int  # of a step, about
+    row_tokens: int  # of a row, at most
+    learning_rate: float  # at its highest
+    seed: int  # of the order of the rows
+    heldout: float  # share of the rows that is not trained on
+    data: int  # checksum of the token ids
+    num_draft: int = 1  # how many draft tokens it learns to predict, one after the other
 
     @property
     def batch_rows(self) -> int:

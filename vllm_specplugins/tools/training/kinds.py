@@ -55,16 +55,12 @@ def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpSettings(Settings):
-    """A part that predicts the state before a late layer; see JumpHeadConfig.
-
-    Args:
-        resume: folder of a head that it begins with; None: it begins anew.
-    """
+    """A part that predicts the state before a late layer; see JumpHeadConfig."""
 
     early_layers: int
     late_layer: int
     inner_size: int
-    resume: str | None = None
+    resume: str | None = None  # folder of a head that it begins with; None: it begins anew
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         layers = {"early_layers": (0, base.num_layers - 1), "late_layer": (self.early_layers, base.num_layers)}
@@ -105,15 +101,10 @@ class JumpSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAheadSettings(Settings):
-    """Embeddings that stand for draft tokens which are not known yet.
+    """Embeddings that stand for draft tokens which are not known yet."""
 
-    Args:
-        exit_layer: how many layers they run through.
-        exit_head: folder of a trained head for this layer; None: the norm and the head of the model.
-    """
-
-    exit_layer: int
-    exit_head: str | None
+    exit_layer: int  # how many layers they run through
+    exit_head: str | None  # folder of a trained head for this layer; None: the norm and the head of the model
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         return {"exit_layer": (1, base.num_layers), "num_draft": (2, 64)}
