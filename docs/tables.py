@@ -3,7 +3,7 @@
     python docs/tables.py                                                     prints all tables, and README's rows
     python docs/tables.py field_table REPLAY.json --command "python -m vllm_specplugins replay ..."
     python docs/tables.py chat_model BENCH.json --command "python -m vllm_specplugins bench ..."
-    python docs/tables.py step_costs HOST.json --command "python tests/bench/bench_host_step.py ..."
+    python docs/tables.py step_costs HOST.json --command "python benchmarks/bench_host_step.py ..."
 
 The last three take figures out of a program's JSON file. The measured code must be that of a commit of `main`, which
 the data name.

@@ -22,7 +22,7 @@ v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"; }
 v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"; }
 # Without the arms that are measured by hand: all engines are up at once, about 0.9 GB each.
 host() {
-    check python tests/bench/bench_host_step.py --check --arms none ngram_gpu "ngram_gpu, K = 31" "prompt_lookup, K = 0" \
+    check python benchmarks/bench_host_step.py --check --arms none ngram_gpu "ngram_gpu, K = 31" "prompt_lookup, K = 0" \
         prompt_lookup "prompt_lookup, free" "prompt_lookup, K = 31" suffix_lookup cascade early_exit coupled eagle3 \
         "lookup and eagle3"
 }

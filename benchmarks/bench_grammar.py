@@ -1,6 +1,6 @@
 """What method `grammar` brings where a JSON schema has long keys, and costs where nothing is forced.
 
-    python tests/bench/bench_grammar.py --backend xgrammar
+    python benchmarks/bench_grammar.py --backend xgrammar
 
 Two engines stay up and take turns: without speculation and with it. One request at a time, decoding alone (from the
 first token to the last), at temperatures 0 and 0.8, and other prompts in each round; a round's ratio is of the seconds
@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, totals
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo" / "model"
 KEYS = ("customer_identification", "delivery_address_line", "expected_arrival", "total_amount_payable")
 KINDS: tuple[dict[str, Any], ...] = ({"type": "string", "maxLength": 8}, {"type": "integer", "maximum": 999})
 SCHEMA = {

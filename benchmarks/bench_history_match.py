@@ -1,7 +1,7 @@
 """How long a lookup of prompt lookup takes on a GPU, beside vLLM's n-gram kernels: two launches each, in CUDA graphs,
 after 256 MiB of other memory. What ours reads is counted by tests/kernels/test_history_match.py.
 
-    python tests/bench/bench_history_match.py
+    python benchmarks/bench_history_match.py
 """
 
 import sys
@@ -23,7 +23,7 @@ SIZES = ((4_096, 1), (4_096, 256), (32_768, 32), (131_072, 1), (131_072, 32), (1
 
 def sample_text() -> np.ndarray:
     """Words of the package's source as tokens: what repeats in code."""
-    files = sorted((Path(__file__).parents[2] / "vllm_specplugins").rglob("*.py"))
+    files = sorted((Path(__file__).parents[1] / "vllm_specplugins").rglob("*.py"))
     words = " ".join(path.read_text() for path in files).split(" ")
     return np.unique(words, return_inverse=True)[1].astype(np.int32)[:SAMPLE]
 

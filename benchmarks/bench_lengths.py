@@ -1,6 +1,6 @@
 """How long drafts should be: the default behind its gate beside every fixed length, and vLLM's n-gram on a GPU.
 
-    python tests/bench/bench_lengths.py EDITS.jsonl ... [--batches 1 8 32 64 --costs lengths h100]
+    python benchmarks/bench_lengths.py EDITS.jsonl ... [--batches 1 8 32 64 --costs lengths h100]
 
 A file holds whole-file edits, {"prompt", "output"} a line, as tests/traces/edits.py or a git history gives them. Played
 at temperature 0, with Mistral's vocabulary of 32 k tokens: the edits, the files' own continuations (the last two thirds

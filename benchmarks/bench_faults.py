@@ -1,6 +1,6 @@
 """What others' servers cost a step when they fail, or are busy: the 99th percentile of the time between tokens.
 
-    python tests/bench/bench_faults.py MODEL [--arms late garbage]
+    python benchmarks/bench_faults.py MODEL [--arms late garbage]
 
 Engines on one core take turns, in another order each round; drafters' servers, a Valkey server and a publisher who
 does not pause are on another core. One request, decoding alone, temperature 0. The table has medians of the rounds'

@@ -1,14 +1,14 @@
 """Tokens a step of one request with trees, beside chains: outputs that the demo model made, played; no engine.
 
-    python tests/bench/bench_trees.py [MODEL] [--exits 1 2] [--jump FOLDER] [--medusa FOLDER] [--prompts 24]
+    python benchmarks/bench_trees.py [MODEL] [--exits 1 2] [--jump FOLDER] [--medusa FOLDER] [--prompts 24]
 
 With a one-hot q an output does not depend on drafts. So the target's outputs are made once, at temperatures 0, 0.8 and
 1; our proposers draft at every place of them, with the layers of transformers in place of vLLM's; and a step's tokens
 are how far the output is a path of the draft. Outputs that repeat themselves are left out. With a lookup's chain merged
 into it, a tree is held against the better of the tree alone and the lookup's best chain; what the lookup is worth is
 learned at each place of one output after the other. The gate is played, too: two and four requests whose steps cost
-what traces/played.py says. It returns 1 where a tree has less than 1.2 times the tokens of the best chain of 4, 8 and
-15, or the gate less than 0.98 of the speed of the best length.
+as tests/traces/played.py says. It returns 1 where a tree has less than 1.2 times the tokens of the best chain of 4, 8
+and 15, or the gate less than 0.98 of the speed of the best length.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from vllm_specplugins.kernels.history_match import NO_MATCH, Texts, history_matc
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "traces"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "traces"))
 from played import MACHINES
 
 from vllm_specplugins.config import EarlyExitConfig, JumpConfig, MedusaConfig, chain_length
@@ -47,7 +47,7 @@ from vllm_specplugins.target import Sampling as Drawn
 from vllm_specplugins.target import Target
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
+DEMO = Path(__file__).parents[1] / "examples" / "demo"
 TEMPERATURES, CHAINS, BAR, GATE_BAR = (0.0, 0.8, 1.0), (4, 8, 15), 1.2, 0.98
 NUM_STEPS, UNTIL_KNOWN, LOADS = 6000, 1000, 4  # of a gate that is played
 PROMPT, OUTPUT, NGRAM = 192, 32, 6

@@ -1,7 +1,7 @@
 """What a decoding step of Model Runner V2 costs the host: the engine's thread, on a device that does nothing.
 
-    python tests/bench/bench_host_step.py [--arms none ngram_gpu "prompt_lookup, K = 31, free" JSON]
-    python tests/bench/bench_host_step.py --check          ends with 1 where a bar is missed
+    python benchmarks/bench_host_step.py [--arms none ngram_gpu "prompt_lookup, K = 31, free" JSON]
+    python benchmarks/bench_host_step.py --check          ends with 1 where a bar is missed
 
 Host and device are two stages of a pipeline, so that a step takes the longer of both; this is the host's. Every arm is
 an engine in a process of its own; they take turns. Microseconds of the thread's CPU time, minima over all steps: other
@@ -73,7 +73,7 @@ BARS = [
 ]
 BATCHES = (1, 8, 32)
 COUNTED = "none", "prompt_lookup", "suffix_lookup", "cascade"  # arms of which --check holds the launches to the table
-TABLE = Path(__file__).parents[2] / "docs" / "figures" / "step_costs.json"
+TABLE = Path(__file__).parents[1] / "docs" / "figures" / "step_costs.json"
 TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 TREES = "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend"
 MODEL = {

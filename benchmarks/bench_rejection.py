@@ -1,6 +1,6 @@
 """Time of verification on a GPU, beside what vLLM's Model Runner V2 does in its place, in the same run.
 
-    python tests/bench/bench_rejection.py
+    python benchmarks/bench_rejection.py
 
 Every (B, K, V), one-hot and dense q, with and without top-p, in bfloat16 at temperature 0.8; GB/s and the share of the
 time that a copy of the logits' bytes, each once, would take. What the kernels read is counted by
@@ -19,7 +19,7 @@ from rich.table import Table
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.inputs import make_batch, to_device
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
 
 TOP_P = 0.95
 # How far twenty tokens of a row are above the bulk, in logits: with 20 top-p keeps some of them; with 12 some rows are

@@ -1,6 +1,6 @@
 """A cascade's policies on recorded texts, beside an oracle: no engine, no clock, the same figures on every machine.
 
-    python tests/bench/bench_policies.py [--cells mixed --batches 1 4 16 --machine gpu --stage head]
+    python benchmarks/bench_policies.py [--cells mixed --batches 1 4 16 --machine gpu --stage head]
 
 The texts, and what an exit says behind every token of them, were recorded in a real engine (tests/traces/stages.py). A
 step costs what --machine says; the gate is told that with some noise, and what it does until each request could have
@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "traces"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "traces"))
 from played import CELLS, MACHINES, Engine, Machine, Silent, cells, speed_of
 from stages import Request, load
 

@@ -1,6 +1,6 @@
 """The time of the hook that forces a log (harness/forced.py), of a step of no speculation, on a CPU.
 
-    python tests/bench/bench_forced.py --model MODEL [--rounds 8] [--batch 1]
+    python benchmarks/bench_forced.py --model MODEL [--rounds 8] [--batch 1]
 
 Two engines without speculation serve the same prompts in turns, and one of them is forced to emit a log. The hook's
 functions are timed alone, too, on logits of the model's shape, since two processes differ by some percent whatever they

@@ -1,6 +1,6 @@
 """A jump that learns while it serves: trained on docs, asked for code.
 
-    python tests/bench/bench_learning.py --work FOLDER [--train-s 60 --minutes 2 --json FILE --plot FILE]
+    python benchmarks/bench_learning.py --work FOLDER [--train-s 60 --minutes 2 --json FILE --plot FILE]
 
 Three engines answer prompts of code, one after the other, busy for half of the time: with a jump trained on docs, as it
 is and learning, and with one trained on code for as much CPU time as the learning took. The acceptance length of each
@@ -27,7 +27,7 @@ from vllm_specplugins.tools.data import rows_of
 from vllm_specplugins.tools.training.core import train
 from vllm_specplugins.tools.training.kinds import JumpSettings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "demo" / "model"
 K, ROW_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS, BATCH = 3, 256, 64, 96, 8
 BUSY_S = 15.0  # and as long idle

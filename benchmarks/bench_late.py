@@ -1,6 +1,6 @@
 """What `suffix_lookup` loses where nobody waits for its store, on Model Runner V2: tokens a step, of the host's.
 
-    python tests/traces/make.py --out FOLDER && python tests/bench/bench_late.py FOLDER/*.jsonl
+    python tests/traces/make.py --out FOLDER && python benchmarks/bench_late.py FOLDER/*.jsonl
 
 Played without an engine: the store drafts 3 K + 2 tokens from a text that is one step old, or two; what was emitted
 since is dropped where it agrees, and what is left goes before a match in the request's own newest text. Beside that
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.replay.costs import H100, LOOKUP, NO_SPECULATION, Load
 from vllm_specplugins.tools.replay.data import Chosen, read_traffic
 from vllm_specplugins.tools.replay.simulate import simulate
