@@ -27,7 +27,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """All commands and their arguments."""
     from vllm_specplugins.methods import METHODS
     from vllm_specplugins.parsing import registered_methods
 

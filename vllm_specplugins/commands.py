@@ -23,10 +23,7 @@ DATA = (
 
 
 def adder(parser: argparse.ArgumentParser) -> Add:
-    """A function that adds an argument to a parser.
-
-    Its arguments: the name, its help, a reader of its text (bool: a flag), and its default, which `shown` names.
-    """
+    """A function that adds an argument to a parser: its name, help, reader (bool: a flag), and default, as `shown`."""
 
     def add(name: str, words: str, read: Any = str, default: Any = None, shown: str = "", **more: Any) -> None:
         if shown := shown or ("" if default is None else str(default)):
@@ -52,7 +49,6 @@ def number(read: Callable[[str], Number], fits: Callable[[Number], bool], words:
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Reads an integer in [low, high]."""
     return number(int, lambda value: low <= value <= high, f"an integer from {low} to {high}")
 
 
@@ -63,12 +59,10 @@ count, layer = whole(1, 10_000_000), whole(1, 10_000)
 
 
 def listed(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """Reads values with commas between them."""
     return lambda text: [read(part) for part in text.split(",")]
 
 
 def dictionary(text: str) -> dict[str, Any]:
-    """Reads a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -245,7 +239,6 @@ def _replay(add: Add) -> None:
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
-    """Arguments of commands that compare the speed of engines."""
     add("--rounds", "that are measured, after one", whole(1, 1000), rounds)
     add("--prompts", "in a round, or as many as are asked at a time if that is more", layer, prompts)
     words = "of prompts that are cut or generated; a shorter file is one prompt"

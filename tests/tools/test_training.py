@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import re
 import resource
 import shlex
 from collections.abc import Callable
@@ -374,19 +373,15 @@ def test_look_ahead_learns(base: BaseModel, rows: list[list[int]], tmp_path: Pat
 def test_commands(
     tiny_model: Path, text_files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, own: Any
 ) -> None:
-    """Each command ends with a table, a card and a configuration that our methods take. Fails if one of its arguments
-    does not reach the part."""
+    """Each command ends with tables and a configuration that our methods take. Fails if one of its arguments does not
+    reach the part."""
     args = arguments(tiny_model, text_files, tmp_path, steps=2)
     del args.exit_layer
     assert command.run(argparse.Namespace(**{**vars(args), "command": name, **own})) == 0
     said = capsys.readouterr().out
     config = json.loads(shlex.split(said.rpartition("--speculative-config ")[2])[0])
     assert parse_config(config).common.num_speculative_tokens == own.get("num_draft", 3) or name == "train-jump"
-    card = (tmp_path / "README.md").read_text()
-    assert json.dumps(config) in card and "T 1, trained " in card and "* heldout: 0.2" in card
-    assert f"* text: {text_files[0]}, {text_files[1]}\n" in card and "* data: " not in card
-    assert re.search(r"^\* trained on \d+ rows of [\d,]+ tokens\n\* loss of the last step: \d", card, re.MULTILINE)
-    assert "if those before it are" in said and "T 1, coupled" in said
+    assert "if those before it are" in said and "T 1, coupled" in said and "T 1, trained " in said
     assert all(len(line) <= 100 for line in said.splitlines() if not line.startswith(("--", "Saved")))
 
 
@@ -395,7 +390,7 @@ def test_verdict() -> None:
     cases = (1.5, 1.4, "no better"), (1.0, 1.09, "will not pay"), (1.0, 1.3, "hardly pays"), (1.0, 2.0, "may pay")
     for before, after, words in cases:
         scores = [Scores([0.1], [0.1], length, {"greedy": length}) for length in (before, after)]
-        assert words in Trained(*scores, {"method": "jump"}, JUMP, 10, []).verdict
+        assert words in Trained(*scores, {"method": "jump"}, 10).verdict
 
 
 def half_right(base: BaseModel, wrong: int) -> Guesser:

@@ -91,16 +91,19 @@ class Engine:
                 return [value[0], self._drafting_ms, value[2], *(self._drafting_ms for _ in stages)]
         return value
 
-    def _propose(self, batch: DraftBatch, feedback: Feedback) -> Any:
+    def propose(self, batch: DraftBatch, feedback: Feedback) -> Any:
         if len(batch.request_ids):
             self.proposer.observe(feedback)
         return self.proposer.propose(batch)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.proposer.forget(request_ids)
 
     def played(self) -> float:
         """Tokens a ms, from when as many requests have begun as there are until none waits: the batch is full then."""
         ms, num_tokens, self._drafting_ms = 0.0, 0, 0.0
         length = self._traffic.max_model_len + self._width
-        player = Player(self._traffic, self._width, length, self._propose, self.proposer.forget)
+        player = Player(self._traffic, self._width, length, self)
         waiting, running = list(range(len(self._traffic.histories))), list[int]()
         num_rest = len(waiting) - len(waiting) // self._rounds
         self._rng.shuffle(waiting)

@@ -35,8 +35,6 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class ExitRow:
-    """Figures of an exit on the model's outputs."""
-
     exit_layer: int
     match_rate: float  # share of the tokens that it would have drafted at temperature 0
     overlap: float  # mean sum of min(p, q): share of its samples that is accepted at temperature 1
@@ -68,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pick_prompts(args: argparse.Namespace) -> Workload:
-    """Prompts, spread evenly over the user's text."""
     if args.tokens < (least := args.max_draft + MIN_STEPS):
         raise ConfigError(f"--tokens must be at least {least} with --max-draft {args.max_draft}, not {args.tokens}.")
     rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)
@@ -132,7 +129,6 @@ def configs(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str,
 
 
 def show(rows: Sequence[ExitRow], served: Sequence[ExitRow]) -> None:
-    """Prints the table of exits."""
     lines = []
     for row in rows:
         figures = f"{row.match_rate:.1%}", f"{row.overlap:.1%}", str(row.num_draft), f"{row.tokens_per_step:.2f}"

@@ -17,7 +17,7 @@ import numpy as np
 from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.custom import import_object
-from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.draft import PROTOCOL_VERSION, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS
 from vllm_specplugins.methods import build_proposer
@@ -79,14 +79,8 @@ def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -
 
 
 def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> tuple[list[str], Counters]:
-    """Plays the trace to the configured proposer: its violations, a sentence each, and its counters.
-
-    Args:
-        advance: called before each step.
-
-    Raises:
-        ConfigError: the proposer cannot be made.
-    """
+    """Plays the trace to the configured proposer: its violations, a sentence each, and its counters. `advance` is
+    called before each step. Raises ConfigError: the proposer cannot be made."""
     context = ProposerContext(
         vocab_size=trace.vocab_size,
         max_model_len=trace.max_model_len,
@@ -97,7 +91,7 @@ def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda
     )
     proposer = build_proposer(config, context)
     barrier = FaultBarrier(proposer, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
-    play(trace, barrier.propose, barrier.forget, advance)
+    play(trace, barrier, advance)
     return list(_violations(proposer, barrier.counters, trace)), barrier.counters
 
 
@@ -128,8 +122,6 @@ def _figures(counters: Counters) -> list[tuple[str, str]]:
 
 
 def load(path: Path = SHIPPED) -> Trace:
-    """The trace in a file."""
-
     def lists(file: Any, values: str, sizes: str) -> list[list[int]]:
         ends = np.cumsum(file[sizes].astype(int))[:-1]
         return [part.tolist() for part in np.split(file[values].astype(int), ends)]
@@ -147,14 +139,9 @@ def load(path: Path = SHIPPED) -> Trace:
         )
 
 
-def play(
-    trace: Trace,
-    propose: Callable[[DraftBatch, Feedback], Draft],
-    forget: Callable[[Sequence[str]], None],
-    advance: Callable[[], None] = lambda: None,
-) -> None:
-    """Plays all steps with the functions of a fault barrier, and as many more as slow requests need."""
-    player = Player(trace, trace.max_num_draft, trace.max_model_len, propose, forget)
+def play(trace: Trace, barrier: FaultBarrier, advance: Callable[[], None]) -> None:
+    """Plays all steps to a barrier, and as many more as slow requests need."""
+    player = Player(trace, trace.max_num_draft, trace.max_model_len, barrier)
     last = {number: step for step, (requests, _) in enumerate(trace.steps) for number in requests}
     over: set[int] = set()
 
@@ -176,4 +163,4 @@ def play(
             break
     # A barrier hands on what is to be forgotten before it next proposes.
     nothing = np.zeros(1, np.int32)
-    propose(replace(player.batch([0]), request_ids=[NEWCOMER]), Feedback([NEWCOMER], nothing, nothing))
+    barrier.propose(replace(player.batch([0]), request_ids=[NEWCOMER]), Feedback([NEWCOMER], nothing, nothing))

@@ -162,13 +162,8 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
 def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, list[int]]:
     """By drafter: for each number of output tokens so far, how many tokens of its draft would be accepted.
 
-    A row holds them in our form, or in SpecDecode-Bench's, which counts one token more.
-
-    Args:
-        drafter: the row must hold its lengths; None: those of none.
-
-    Raises:
-        ConfigError: lengths of another form, or of other drafters alone.
+    A row holds them in our form, or in SpecDecode-Bench's, which counts one token more; those of `drafter`, if given,
+    must be there. Raises ConfigError: lengths of another form, or of other drafters alone.
     """
     given = row.get("accepted", {})
     if not isinstance(given, dict):

@@ -26,7 +26,6 @@ NAMED: Mapping[str, Config | None] = {
 
 
 def is_ours(config: Config) -> bool:
-    """Whether the method is one of this package or a registered one."""
     return config.get("method") in (*METHODS, *registered_methods())
 
 
@@ -49,9 +48,6 @@ def pick(wanted: Sequence[str], option: str, named: Named | None = None) -> dict
         wanted: each names with commas between them, or a value of --speculative-config in JSON. NAME:K is the method
             with K draft tokens.
         named: configurations of a name; by default NAMED, and our methods and registered ones by their names.
-
-    Raises:
-        ConfigError: no method of that name, no JSON, or a configuration that its method refuses.
     """
     if named is None:
         names = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])

@@ -30,16 +30,9 @@ def stdout() -> Console:
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def show_table(
-    columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]], first: str = "", out: Console | None = None
-) -> None:
-    """Prints a table of named rows in sections, which have a title or "". A narrow terminal breaks its lines.
-
-    Args:
-        sections: rows by title; the first cell of a row is its name, and all cells may hold markup.
-        first: heading of the names.
-    """
-    console = out or stdout()
+def show_table(columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]], first: str = "") -> None:
+    """Prints a table: rows, each with its name first, by title or ""; cells may hold markup. A narrow terminal breaks
+    its lines."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column(first, overflow="fold", max_width=30)
     for column in columns:
@@ -51,15 +44,14 @@ def show_table(
         for name, *figures in rows:
             table.add_row(f"{'  ' * bool(title)}{name}", *figures)
     needed = Console(width=1000).measure(table).maximum
-    Console(file=console.file, width=max(console.width, needed)).print(table)
+    Console(width=max(stdout().width, needed)).print(table)
 
 
-def say(text: str, style: str | None = None, out: Console | None = None) -> None:
+def say(text: str, style: str | None = None) -> None:
     """Prints sentences and wraps them; a line that begins with "--" is for copying and stays whole."""
     for line in text.split("\n"):
         whole = line.startswith("--")
-        console = out or stdout()
-        console.print(line, width=WIDTH, highlight=False, soft_wrap=whole, markup=False, emoji=False, style=style)
+        stdout().print(line, width=WIDTH, highlight=False, soft_wrap=whole, markup=False, emoji=False, style=style)
 
 
 def serve_with(config: Mapping[str, Any]) -> str:
@@ -68,7 +60,6 @@ def serve_with(config: Mapping[str, Any]) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of packages, and of this one."""
     return {name: version(name) for name in (*packages, "vllm-specplugins")}
 
 
@@ -106,7 +97,6 @@ def write_file(option: str, kind: str, path: Path, data: bytes) -> None:
 
 
 def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str = "", points: Points = ()) -> None:
-    """Writes a report to --json and draws its points to --plot, where the user wants them."""
     if args.json:
         write_file("--json", "file", args.json, json.dumps(facts, indent=1).encode() + b"\n")
     if points and args.plot:
@@ -114,7 +104,6 @@ def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str = "",
 
 
 def picture(title: str, points: Points) -> bytes:
-    """A PNG of speed-ups with their ranges, with a colour for each name."""
     from matplotlib.figure import Figure
 
     panels, names, places = (list(dict.fromkeys(parts)) for parts in list(zip(*points, strict=True))[:3])

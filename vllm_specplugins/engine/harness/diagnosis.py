@@ -80,7 +80,6 @@ def _version(name: str) -> str | None:
 
 
 def _plugin() -> Iterator[Finding]:
-    """Whether vLLM would load us."""
     if not any(point.value.startswith("vllm_specplugins:") for point in entry_points(group="vllm.general_plugins")):
         yield Finding(
             "plugin", "vLLM does not see the package; install it with pip, a path alone is not enough", PROBLEM
@@ -110,7 +109,6 @@ def _device() -> Finding:
 
 
 def _memory() -> Finding:
-    """Whether the memory is free that vLLM takes at its start."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
@@ -166,7 +164,6 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
 
 
 def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
-    """Runner and scheduling, as vLLM's configuration decides on them."""
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
@@ -211,7 +208,6 @@ def _shapes() -> list[Any]:
 
 
 def _kernels() -> Finding:
-    """The fused kernels of this device against their reference."""
     import torch
 
     if not torch.cuda.is_available():

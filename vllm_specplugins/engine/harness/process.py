@@ -49,7 +49,6 @@ class EngineProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the process, gently if it listens and nothing was raised."""
         try:
             if kind is None or issubclass(kind, Exception):
                 with suppress(OSError):  # it may have ended
@@ -60,7 +59,6 @@ class EngineProcess:
             self._process.join()
 
     def send(self, message: Any) -> None:
-        """Sends a message."""
         with suppress(OSError):  # receive says why
             self._pipe.send(message)
 
@@ -118,7 +116,6 @@ def fit_together(model: str, num_engines: int) -> bool:
 
 
 def totals(llm: Any) -> list[int]:
-    """vLLM's running totals of METRICS."""
     values = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
     return [int(values[name].value) if name in values else 0 for name in METRICS]
 

@@ -109,7 +109,6 @@ def _serve_all(
 
 
 def _processor_name() -> str:
-    """The operating system's name for it, with the number of its cores."""
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores"
@@ -123,7 +122,6 @@ class _Clock:
         self._paused_s = self._resumed = 0.0
 
     def now(self) -> float:
-        """Seconds."""
         return time.perf_counter() - self._paused_s
 
     def wait(self) -> None:
@@ -198,7 +196,6 @@ def _counts(llm: Any) -> list[int]:
 
 
 def _answer(engine: Any, traffic: Traffic, params: Sequence[Any], clock: _Clock) -> list[Answer]:
-    """Steps the engine until all of the traffic is served."""
     answers = [Answer() for _ in traffic.prompts]
     start, arrivals = clock.now(), traffic.arrivals
     last_s: dict[int, float] = {}  # when a request arrived, or last got tokens

@@ -30,15 +30,12 @@ class Forced:
 
 @dataclass(slots=True)
 class Answer:
-    """The output of a request, and its times."""
-
     token_ids: list[int] = field(default_factory=list)  # [num_tokens]
     first_ms: float = 0.0  # from its arrival to its first token
     step_ms: list[float] = field(default_factory=list)  # [num_steps] between steps that emitted tokens
     num_first: int = 0  # tokens of the first step
 
     def add(self, token_ids: Sequence[int], elapsed_ms: float) -> None:
-        """Adds the tokens of a step."""
         if self.token_ids:
             self.step_ms.append(elapsed_ms)
         else:

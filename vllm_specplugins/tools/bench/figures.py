@@ -38,7 +38,6 @@ class Spread:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the rounds differ by more than on a quiet machine."""
         return self.high - self.low > WIDE * self.median
 
     def interval(self, other: Self | None = None) -> tuple[float, float]:

@@ -38,8 +38,6 @@ FRESH = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of a benchmark."""
-
     rows: list[Row]  # by cell, and in it by method
     configs: Mapping[str, Config | None]  # by method, no speculation first
     machine: Machine
@@ -48,7 +46,6 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no output differs that must not."""
         may_differ = self.machine.dtype != "float32" and not self.conditions["forced"]
         return may_differ or not any(row.num_different for row in self.rows)
 
@@ -61,13 +58,20 @@ class Report:
         return "Speculation changed an output, which it must not in float32.", None
 
     def notes(self) -> Iterator[str]:
-        """Reasons for doubt."""
+        """Reasons for doubt, and the conditions of the run."""
         yield FRESH
         if names := self.conditions["keeps"]:
             yield f"But in {', '.join(names)}: a method knows the outputs of earlier rounds."
         if names := self.conditions["short"]:
             yield f"{', '.join(names)} has fewer prompts than were asked for: rounds share them."
         yield from notes(self.rows, self.machine.dtype)
+        machine, done = self.machine, self.conditions
+        packages = ", ".join(f"{name} {number}" for name, number in versions("vllm", "torch").items())
+        turns = " in which the engines took turns" if done["together"] else ", one engine after the other"
+        yield (
+            f"{done['model']}; {done['rounds']} rounds{turns}, each of {done['prompts']} requests or more, with up to "
+            f"{done['tokens']} tokens; {machine.device}; {machine.dtype}; Model Runner {machine.runner}; {packages}."
+        )
 
 
 def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
@@ -142,7 +146,7 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
     columns, (advice, chosen) = AT_RATES if has_rates else COLUMNS, report.verdict()
     cells = dict.fromkeys(row.cell for row in rows)
     show_table(columns, {str(cell): [_figures(row, columns) for row in rows if row.cell == cell] for cell in cells})
-    for words in (LEGEND + (RATES_LEGEND if has_rates else DECODING_LEGEND), *report.notes(), _conditions(report)):
+    for words in (LEGEND + (RATES_LEGEND if has_rates else DECODING_LEGEND), *report.notes()):
         say(words)
     for name, config in report.configs.items():
         if config:
@@ -184,13 +188,3 @@ def _figures(row: Row, columns: Sequence[str]) -> list[str]:
         "same": f"[bold red]{same}[/bold red]" if row.num_different else same,
     }
     return [row.method, *(figures[column] for column in columns)]
-
-
-def _conditions(report: Report) -> str:
-    machine, done = report.machine, report.conditions
-    packages = ", ".join(f"{name} {number}" for name, number in versions("vllm", "torch").items())
-    turns = " in which the engines took turns" if done["together"] else ", one engine after the other"
-    return (
-        f"{done['model']}; {done['rounds']} rounds{turns}, each of {done['prompts']} requests or more, with up to "
-        f"{done['tokens']} tokens; {machine.device}; {machine.dtype}; Model Runner {machine.runner}; {packages}."
-    )

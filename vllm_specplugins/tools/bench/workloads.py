@@ -31,8 +31,6 @@ MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A kind of text."""
-
     name: str
     prompts: list[list[int]]  # token ids
     repeats: bool = False  # all rounds ask the same, and a method knows the outputs of earlier rounds
@@ -54,15 +52,8 @@ class Workload:
 
 
 def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Workload:
-    """A workload of TASKS or BUILT_IN, the same one each time on the same Python.
-
-    Args:
-        count: number of prompts; a task has eight.
-        num_tokens: length of a prompt that is cut or generated; the prompts of a task are whole.
-
-    Raises:
-        ConfigError: no such workload, or too little text on this machine.
-    """
+    """A workload of TASKS (eight whole prompts) or BUILT_IN (prompts of `num_tokens`), the same one on the same Python.
+    Raises ConfigError: no such workload, or too little text on this machine."""
     if name not in BUILT_IN and name not in TASKS:
         raise ConfigError(f"--workloads must be of {', '.join((*TASKS, *BUILT_IN))}, not {brief(name)}.")
     if name in TASKS:
@@ -110,7 +101,6 @@ def _copy(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[
 
 
 def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    """Tokens without meaning, in which a lookup matches by chance."""
     usual = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     while True:
         yield rng.choices(usual, k=num_tokens)

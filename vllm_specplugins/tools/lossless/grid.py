@@ -27,7 +27,6 @@ _CASCADE = {"method": "cascade", "gate": "off"}
 
 
 def _after_lookup(method: str) -> dict[str, Any]:
-    """A stage that is built into vLLM, after a lookup that drafts longer."""
     stage = {"method": method, "model": f"MADE/{method}", "num_speculative_tokens": 4}
     return {**_CASCADE, "stages": [_LOOKUP, stage], "num_speculative_tokens": 12}
 
@@ -101,7 +100,6 @@ def cell(temperature: float, *edits: dict[str, Any]) -> Cell:
 
 
 def cells() -> list[Cell]:
-    """Every parameter alone, and with others."""
     return [
         cell(0.0),
         cell(0.0, PENALTIES),

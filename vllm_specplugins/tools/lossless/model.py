@@ -53,7 +53,6 @@ def write_parts(folder: Path, seed: int) -> None:
 
 
 def _write_eagle(folder: Path, model: LlamaForCausalLM) -> None:
-    """A head that sees a tenth of the target's state, in the format of published ones."""
     folder.mkdir()
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
@@ -65,7 +64,6 @@ def _write_eagle(folder: Path, model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def make_model(seed: int) -> LlamaForCausalLM:
-    """The model of a seed, in float32 on the CPU."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
@@ -152,7 +150,6 @@ def next_probs(
 
 
 def _edit(logits: torch.Tensor, length: int, params: Params) -> torch.Tensor:
-    """Allowed tokens, logit bias and min tokens."""
     if allowed := params.get("allowed_token_ids"):
         logits[:, [token for token in range(logits.shape[-1]) if token not in allowed]] = -torch.inf
     for token, bias in params.get("logit_bias", {}).items():
@@ -163,7 +160,6 @@ def _edit(logits: torch.Tensor, length: int, params: Params) -> torch.Tensor:
 
 
 def _penalise(logits: torch.Tensor, prompt: Sequence[int], prefixes: torch.Tensor, params: Params) -> torch.Tensor:
-    """Repetition penalty for tokens of prompt and output; frequency and presence penalty for those of the output."""
     counts = torch.zeros_like(logits).scatter_add_(1, prefixes, torch.ones_like(prefixes, dtype=logits.dtype))
     seen = counts > 0
     seen[:, list(prompt)] = True
@@ -177,7 +173,6 @@ def _penalise(logits: torch.Tensor, prompt: Sequence[int], prefixes: torch.Tenso
 
 
 def _truncate(probs: torch.Tensor, params: Params, slack: float) -> torch.Tensor:
-    """min-p, top-k and top-p, in this order, and renormalised."""
     if min_p := params.get("min_p", 0.0):
         probs = torch.where(probs >= (1 - slack) * min_p * probs.amax(-1, keepdim=True), probs, 0)
     if (top_k := params.get("top_k", 0)) > 0:

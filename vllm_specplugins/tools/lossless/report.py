@@ -32,8 +32,6 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class ChiSquared:
-    """A test of goodness of fit."""
-
     statistic: float  # sum of (observed - expected)^2 / expected; infinite if an impossible outcome was observed
     num_free: int  # degrees of freedom; 0 if everything is certain
     p_value: float  # probability of a statistic of this size or more, if the probabilities are right
@@ -84,8 +82,6 @@ def merge(counts: Counts, expected: Floats) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A cell of a method."""
-
     method: str
     cell: str
     num_drafted: int = 0
@@ -121,7 +117,6 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """The verdict on all of it, with counts."""
         counts = [f"{count} {verdict}" for verdict in STYLES if (count := self.verdicts.count(verdict))]
         plain = self.judged[0].method
         if any(verdict == WRONG and cell.method == plain for cell, verdict in self.pairs):
@@ -130,7 +125,6 @@ class Report:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The report for JSON."""
         cells = [asdict(cell) | {"verdict": verdict} for cell, verdict in self.pairs]
         packages = versions("vllm", "torch", "transformers")
         return {"lossless": self.is_lossless, **self.conditions, "versions": packages, "cells": cells}
@@ -147,10 +141,8 @@ class Report:
 
 
 def _verdict(cell: Judged, limit: float, must_draft: bool) -> str:
-    if cell.refusal is not None:
-        return REFUSED
-    if cell.failure is not None:
-        return DIED
+    if cell.refusal or cell.failure:
+        return REFUSED if cell.refusal else DIED
     if cell.num_different or (cell.test is not None and cell.test.p_value < limit):
         return WRONG
     return UNPROVEN if must_draft and not cell.num_drafted else PASSED

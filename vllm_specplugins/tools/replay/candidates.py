@@ -64,7 +64,6 @@ class Drafter:
 
     @property
     def cascade(self) -> Config:
-        """The configuration of a lookup beside it."""
         method = self.name if self.name in BUILT_IN else "draft_model"
         stage = {"method": method, "model": "MODEL", "num_speculative_tokens": self.num_draft}
         stages = [{"method": "prompt_lookup"}, stage]
@@ -87,8 +86,6 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A method that is played."""
-
     method: str
     policy: str  # ALWAYS, or GATED: a gate chooses its lengths; FIXED for a method of others
     num_draft: int  # K
@@ -106,12 +103,10 @@ class Candidate:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Its method, policy and K, which its rows hold, too."""
         return self.method, self.policy, self.num_draft
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its entry in a report."""
         drafter = asdict(self.drafter) if self.drafter else None
         return {"method": self.method, "policy": self.policy, "config": self.config, "drafter": drafter}
 

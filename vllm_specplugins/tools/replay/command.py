@@ -128,7 +128,6 @@ def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> 
 
 
 def _rivals(traffic: Traffic, compared: Sequence[Candidate], load: Load, plain: Totals) -> Mapping[Candidate, Totals]:
-    """The totals of each rival; the oracle is played twice, to know the rate that it reaches."""
     drafter = next((candidate.drafter for candidate in compared if candidate.drafter), None)
     played = {rival: _played(traffic, rival, load) for rival in rivals(drafter)}
     if drafter is not None:

@@ -51,7 +51,6 @@ class Traffic:
         self.accepted.append(accepted or {})
 
     def first(self, count: int) -> "Traffic":
-        """The first requests alone."""
         return Traffic(*(getattr(self, entry.name)[:count] for entry in fields(self)))
 
     @property
@@ -83,7 +82,6 @@ class Chosen:
     drafter: str | None = None  # each must hold its accepted lengths; None: those of none
 
     def allows(self, number: int, sample: Sample) -> bool:
-        """Whether the log's request with this number is one of them."""
         name = str(sample.row.get("id", number))
         is_odd = int(name if name.isdecimal() else number) % 2 == 1
         is_long = self.max_output is not None and len(sample.output or ()) > self.max_output
@@ -93,16 +91,8 @@ class Chosen:
 def read_traffic(
     files: Sequence[Path], tokenizer: Tokenizer, chosen: Chosen, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The chosen requests of the files (tools/data.py). A text without a request is played as if its second half
-    answered the first.
-
-    Args:
-        tokenizer: loads it; called at the first text.
-        advance: called for every request.
-
-    Raises:
-        ConfigError: see answered.
-    """
+    """The chosen requests of the files (tools/data.py; errors: see answered). A text without a request is played as if
+    its second half answered the first. `advance` is called for every request."""
     traffic, place, start_ms = Traffic(), "", 0.0
     every = (sample for number, sample in enumerate(answered(files, tokenizer)) if chosen.allows(number, sample))
     for sample in islice(every, chosen.limit):
@@ -149,10 +139,8 @@ def _options(row: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
 
 
 def name_of(number: int) -> str:
-    """The id of a request."""
     return f"request-{number}"
 
 
 def number_of(name: str) -> int:
-    """The number of a request, by its id."""
     return int(name.rpartition("-")[2])

@@ -49,7 +49,6 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """That of its candidate."""
         return self.method, self.policy, self.num_draft
 
     @property
@@ -59,7 +58,6 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Its method and policy, as a table names them."""
         return self.method if self.policy == ALWAYS else f"{self.method}, {self.policy}"
 
     @property

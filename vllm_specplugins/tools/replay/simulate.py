@@ -37,39 +37,27 @@ class Player:
     """Plays recorded texts to a proposer. The caller decides which requests take part in a step.
 
     Args:
-        recorded: `histories`, `prompt_lengths` and `options` of requests, by number: prompt and output of each, the
-            number of tokens of its prompt, its options.
+        recorded: `histories`, `prompt_lengths` and `options` of requests, by number, as of Traffic.
         max_num_draft: K.
-        propose: of a fault barrier.
-        forget: of a fault barrier.
+        barrier: a fault barrier, or another object with its `propose` and `forget`.
     """
 
-    def __init__(
-        self,
-        recorded: Any,
-        max_num_draft: int,
-        max_model_len: int,
-        propose: Callable[[DraftBatch, Feedback], Draft],
-        forget: Callable[[Sequence[str]], None],
-    ):
+    def __init__(self, recorded: Any, max_num_draft: int, max_model_len: int, barrier: Any):
         self._histories: Sequence[Int32Array] = recorded.histories
         self._recorded, self._max_num_draft, self._max_model_len = recorded, max_num_draft, max_model_len
-        self._propose, self._forget = propose, forget
+        self._barrier = barrier
         # A request that arrives has its prompt, and the token that its prefill emits.
         self.lengths: list[int] = [length + 1 for length in recorded.prompt_lengths]
         self._drafts: dict[int, list[int]] = {}  # to be verified
         self._has_arrived: set[int] = set()
 
     def num_drafted(self, number: int) -> int:
-        """Tokens of a request that wait to be verified."""
         return len(self._drafts.get(number, ()))
 
     def is_new(self, number: int) -> bool:
-        """Whether the request had no step yet."""
         return number not in self._has_arrived
 
     def has_ended(self, number: int) -> bool:
-        """Whether the whole output is emitted."""
         return self.lengths[number] >= len(self._histories[number])
 
     def step(self, running: Sequence[int], step_ms: float | None = None) -> list[Fate]:
@@ -78,7 +66,7 @@ class Player:
         self._has_arrived.update(running)
         batch = self.batch(running)
         drafted, accepted, _ = (np.array(counts, np.int32) for counts in zip(*fates, strict=True))
-        proposed = self._propose(batch, Feedback(batch.request_ids, drafted, accepted, step_ms))
+        proposed = self._barrier.propose(batch, Feedback(batch.request_ids, drafted, accepted, step_ms))
         for number, tokens, count in zip(running, proposed.token_ids, proposed.num_draft, strict=True):
             self._drafts[number] = tokens[:count].tolist()
         return fates
@@ -87,7 +75,7 @@ class Player:
         """These requests are over, or preempted: their drafts are lost."""
         for number in numbers:
             self._drafts.pop(number, None)
-            self._forget([name_of(number)])
+            self._barrier.forget([name_of(number)])
 
     def batch(self, running: Sequence[int]) -> DraftBatch:
         """The batch of these requests that the proposer sees."""
@@ -172,7 +160,17 @@ def simulate(
         advance: called whenever a request is over.
         drafter: offers its drafts to the proposer, as a stage does that is built into the engine.
     """
-    engine = _Engine(traffic, build, num_draft, load, tokenize, drafter)
+    engine = _Engine(traffic, num_draft, load, drafter)
+    if build is not None:
+        context = ProposerContext(
+            vocab_size=traffic.vocab_size,
+            max_model_len=traffic.max_model_len + num_draft,
+            max_num_reqs=load.batch,
+            max_num_draft=num_draft,
+            tokenize=tokenize,
+            agreed=engine.agreed,
+        )
+        engine.barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
     totals, idle_ms = engine.totals, 0.0
     waiting, running = deque(range(len(traffic.histories))), list[int]()
     while waiting or running:
@@ -191,31 +189,14 @@ def simulate(
 
 
 class _Engine:
-    def __init__(
-        self,
-        traffic: Traffic,
-        build: Build | None,
-        num_draft: int,
-        load: Load,
-        tokenize: Tokenize,
-        drafter: Drafter | None,
-    ):
-        self.totals, self.barrier = Totals(), None
+    """Adds the times of a load, and the drafts of a drafter, to steps of a player."""
+
+    def __init__(self, traffic: Traffic, num_draft: int, load: Load, drafter: Drafter | None):
+        self.totals = Totals()
+        self.barrier: FaultBarrier | None = None
         self._traffic, self._load, self._drafter = traffic, load, drafter
         self._num_reqs, self._drafter_ms, self._proposing_ms = 0, 0.0, 0.0
-        max_model_len = traffic.max_model_len + num_draft
-        if build is not None:
-            context = ProposerContext(
-                vocab_size=traffic.vocab_size,
-                max_model_len=max_model_len,
-                max_num_reqs=load.batch,
-                max_num_draft=num_draft,
-                tokenize=tokenize,
-                agreed=self._agreed,
-            )
-            self.barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
-        forget = self.barrier.forget if self.barrier else lambda names: None
-        self._player = Player(traffic, num_draft, max_model_len, self._propose, forget)
+        self._player = Player(traffic, num_draft, traffic.max_model_len + num_draft, self)
 
     def step(self, running: Sequence[int]) -> list[int]:
         """One step of these requests; those that are over with it."""
@@ -225,13 +206,15 @@ class _Engine:
         context = sum(player.lengths[number] for number in decoding)
         step_ms = self._load.step_ms(len(decoding), num_draft, context) if decoding else 0.0
         fates = player.step(running, step_ms if len(decoding) == len(running) else None)
-        drafting_ms = self._drafting_ms(self._proposing_ms) + self._drafter_ms if self.barrier else 0.0
+        drafting_ms = (
+            self._load.drafting_ms(self._num_reqs, self._proposing_ms) + self._drafter_ms if self.barrier else 0.0
+        )
         self.totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms)
         over = list(filter(player.has_ended, running))
         player.forget(over)
         return over
 
-    def _propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
+    def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
         self._num_reqs = batch.num_reqs
         if self.barrier is None:
             return Draft.empty(batch.num_reqs)
@@ -258,12 +241,13 @@ class _Engine:
             feedback = replace(feedback, step_ms=feedback.step_ms + self._drafter_ms)
         return replace(batch, offer=offer), feedback
 
-    def _drafting_ms(self, measured_ms: float) -> float:
-        return self._load.drafting_ms(self._num_reqs, measured_ms)
+    def forget(self, request_ids: Sequence[str]) -> None:
+        if self.barrier:
+            self.barrier.forget(request_ids)
 
-    def _agreed(self, value: Any) -> Any:
+    def agreed(self, value: Any) -> Any:
         """Replaces the ranks' agreement: the drafting time of a gate is that of the load."""
         match value:
             case [float() as step_ms, float() as drafting_ms, *others]:
-                return [step_ms, self._drafting_ms(drafting_ms), *others]
+                return [step_ms, self._load.drafting_ms(self._num_reqs, drafting_ms), *others]
         return value

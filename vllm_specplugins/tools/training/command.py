@@ -1,17 +1,13 @@
-"""The commands that train a part, score it and describe it in a model card."""
+"""The commands that train a part and score it."""
 
 import argparse
-import io
 import json
 import sys
-import textwrap
 import zlib
-from dataclasses import asdict, dataclass, fields
-from shlex import quote
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError
@@ -19,9 +15,9 @@ from vllm_specplugins.structures.whole_file import BEGUN
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.library import is_held_out, library_files
 from vllm_specplugins.tools.data import rows_of, token_rows
-from vllm_specplugins.tools.files import every_nth, make_folder, save_whole
+from vllm_specplugins.tools.files import every_nth, make_folder
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import WIDTH, say, serve_with, show_table
+from vllm_specplugins.tools.report import say, serve_with, show_table
 from vllm_specplugins.tools.training.core import STATE_FILE, Settings, train
 from vllm_specplugins.tools.training.kinds import KINDS
 from vllm_specplugins.tools.training.scores import Scores, scores, write_texts
@@ -37,40 +33,17 @@ MEANING = (
     "it is the model's; at T 1 it is accepted with the sum of min(p, q), that of probabilistic drafts. Greedy, coupled "
     "and probabilistic are values of draft_sample_method."
 )
-CARD = """\
-# {method} for {model}
-
-A small part that drafts for speculative decoding on the states of {model},
-which stays as it is. To serve with it, with vllm-specplugins installed:
-
-    vllm serve {model} --speculative-config {config}
-
-```
-{scores}
-```
-
-## How it was trained
-
-{trained}
-
-The weights were made from those of {model} and from the text: their licences bind it.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A training and its scores."""
-
     before: Scores  # scores of the part as it began
     after: Scores  # scores of the saved part
     config: dict[str, Any]  # value for vLLM
-    settings: Settings
     num_tokens: int  # that were scored
-    data: list[str]  # lines on the text, for the card
 
     @property
     def verdict(self) -> str:
-        """Whether it is worth serving with."""
         length = self.after.length
         if length <= self.before.length:
             return "It is no better than it began: train it for longer, or leave it out."
@@ -105,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
             return 130
         except torch.OutOfMemoryError:
             raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
-    text = card(trained).encode(errors="backslashreplace")
-    save_whole(args.out, lambda folder: (folder / "README.md").write_bytes(text))
     show(trained)
     say(f"Saved in {args.out}. To serve with it:\n{serve_with(trained.config)}")
     return 0
@@ -142,10 +113,9 @@ def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
 def _trained(
     base: BaseModel, rows: list[list[int]], test_rows: list[list[int]], settings: Settings, args: Any, bars: Progress
 ) -> Trained:
-    task, losses = bars.add_task("training", total=settings.steps), list[float]()
+    task = bars.add_task("training", total=settings.steps)
 
     def advance(step: int, loss: float) -> None:
-        losses[:] = [loss]
         bars.update(task, completed=step, description=f"training, loss {loss:.3f}")
 
     part = train(base, rows, settings, args.out, advance)
@@ -158,16 +128,10 @@ def _trained(
         scores(base, greedy, sampled, settings.guesser(base, its), config["num_speculative_tokens"])
         for its in (settings.begin(base, rows), part)
     )
-    num_tokens = sum(len(text.row) - text.begin for text in (*greedy, *sampled))
-    files = ", ".join(map(str, args.data)) or f"{BUILT_IN_FILES} files of Python's standard library"
-    data = [f"text: {textwrap.shorten(files, 1000)}"]
-    data += [f"trained on {len(rows):,} rows of {sum(map(len, rows)):,} tokens"]
-    data += [f"loss of the last step: {loss:.3f} nats a draft token" for loss in losses]
-    return Trained(before, after, config, settings, num_tokens, data)
+    return Trained(before, after, config, sum(len(text.row) - text.begin for text in (*greedy, *sampled)))
 
 
-def show(trained: Trained, out: Console | None = None) -> None:
-    """Prints the scores and the verdict."""
+def show(trained: Trained) -> None:
     states = (("as it began", trained.before), ("trained", trained.after))
     right = [
         [f"T {heat}, {name}", *(f"{100 * share:.0f}" for share in getattr(its, kind)[:MAX_PLACES])]
@@ -176,23 +140,8 @@ def show(trained: Trained, out: Console | None = None) -> None:
     lengths = [
         [name, *(f"{length:.2f}" for length in (its.length, *its.sampled_lengths.values()))] for name, its in states
     ]
-    say("How often a draft token is right, if those before it are, %", out=out)
-    show_table([str(place) for place in range(1, len(right[0]))], {"": right}, "draft token", out)
-    say("Tokens a step: an engine's acceptance length", out=out)
-    show_table(["T 0", *(f"T 1, {method}" for method in trained.after.sampled_lengths)], {"": lengths}, "", out)
-    say(f"{MEANING} {trained.num_tokens:,} tokens were scored.\n\n{trained.verdict}", out=out)
-
-
-def card(trained: Trained) -> str:
-    """The model card, in Markdown."""
-    text = io.StringIO()
-    show(trained, Console(file=text, width=WIDTH))
-    settings = {name.replace("_", " "): value for name, value in asdict(trained.settings).items() if name != "data"}
-    lines = [*trained.data, *(f"{name}: {value}" for name, value in settings.items() if value is not None)]
-    return CARD.format(
-        method=trained.config["method"],
-        model=trained.settings.model,
-        config=quote(json.dumps(trained.config)),
-        scores=textwrap.dedent(text.getvalue()).rstrip(),
-        trained="\n".join(f"* {line}" for line in lines),
-    )
+    say("How often a draft token is right, if those before it are, %")
+    show_table([str(place) for place in range(1, len(right[0]))], {"": right}, "draft token")
+    say("Tokens a step: an engine's acceptance length")
+    show_table(["T 0", *(f"T 1, {method}" for method in trained.after.sampled_lengths)], {"": lengths})
+    say(f"{MEANING} {trained.num_tokens:,} tokens were scored.\n\n{trained.verdict}")

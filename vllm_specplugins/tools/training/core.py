@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,6 @@ def train(
 
     Args:
         rows: token ids to train on.
-        out: folder of the part and of the state of its training.
         advance: called after each step with the number of steps done and the loss, in nats a draft token.
 
     Raises:
@@ -94,7 +94,9 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == settings.steps or time.monotonic() - saved > SAVE_SECONDS:
-            save_state(out, settings, part, optimizer, step + 1)
+            state = {"settings": asdict(settings), "step": step + 1}
+            state |= {"optimizer": optimizer.state_dict(), "weights": part.state_dict()}
+            save_whole(out, partial(_save_state, state))
             saved = time.monotonic()
         advance(step + 1, loss)
     save_whole(out, lambda folder: part.save(folder, base.dtype))
@@ -102,11 +104,8 @@ def train(
     return part
 
 
-def save_state(out: Path, settings: Settings, part: TrainedPart, optimizer: Any, step: int) -> None:
-    """Writes the state of a run; a reader sees the old one or the new one, never a part."""
-    state = {"settings": asdict(settings), "step": step}
-    state |= {"optimizer": optimizer.state_dict(), "weights": part.state_dict()}
-    save_whole(out, lambda folder: torch.save(state, folder / STATE_FILE))
+def _save_state(state: dict[str, Any], folder: Path) -> None:
+    torch.save(state, folder / STATE_FILE)
 
 
 def schedule(step: int, steps: int) -> float:

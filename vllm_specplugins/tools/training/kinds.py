@@ -45,7 +45,6 @@ class ExitHeadSettings(Settings):
 
 
 def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
-    """The norm and the head of the model, in float32."""
     weight = base.head_weight.to(torch.float32, copy=True)
     config = ExitHeadConfig(
         exit_layer=exit_layer, hidden_size=base.hidden_size, vocab_size=len(weight), rms_norm_eps=base.norm_eps
