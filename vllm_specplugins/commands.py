@@ -116,7 +116,7 @@ def _training(add: Add) -> None:
     add("--learning-rate", "highest", share, 1e-3)
     add("--heldout", "share of rows to score", share, 0.05)
     add("--device", "to train on", shown="cuda if there is a GPU", choices=("cpu", "cuda"))
-    _seed(add, "of the order of the rows")
+    add("--seed", "of the order of the rows", whole(0, 2**31), 0)
 
 
 def _calibrate(add: Add) -> None:
@@ -142,7 +142,7 @@ def _verify_lossless(add: Add) -> None:
     """
     add("--method", "names, or values of --speculative-config", shown="all of ours", nargs="+", metavar="METHOD")
     add("--samples", "of each cell", whole(100, 10_000_000), 4000)
-    _seed(add, "of model, prompts and engines")
+    add("--seed", "of model, prompts and engines", whole(0, 2**31), 0)
     add("--json", "where to write the report, too", Path)
 
 
@@ -257,10 +257,6 @@ def _files(add: Add) -> None:
 
 def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None:
     add(name, f"folder of a checkpoint, or its Hugging Face name{more}", metavar="MODEL", **kwargs)
-
-
-def _seed(add: Add, words: str) -> None:
-    add("--seed", words, whole(0, 2**31), 0)
 
 
 # By command: the module with its `run`, packages that it needs beside this one, and the function that adds its

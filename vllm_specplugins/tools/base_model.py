@@ -82,11 +82,8 @@ class BaseModel:
     def generate(
         self, prompts: torch.Tensor, num_tokens: int, choose: Callable[[torch.Tensor, int], torch.Tensor]
     ) -> list[list[int]]:
-        """Prompts [N, T] int64 with the text after them, each up to an end token or to `num_tokens` in all.
-
-        Args:
-            choose: the next tokens [N], from their logits [N, V] and their position.
-        """
+        """Prompts [N, T] int64 with the text after them, each up to an end token or to `num_tokens` in all; `choose`
+        picks the next tokens [N] by their logits [N, V] and their position."""
         cache, rows, fed = DynamicCache(), prompts, prompts
         for position in range(prompts.shape[1], num_tokens):
             states = self.model.base_model(fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]

@@ -28,14 +28,7 @@ NO_SPECULATION = "no speculation"
 
 
 class Verification:
-    """Judges methods cell by cell.
-
-    Args:
-        model: of transformers, the one that the engines serve.
-        num_samples: of a cell.
-        seed: of the prompts.
-        advance: called after each cell.
-    """
+    """Judges methods cell by cell, against the served model in transformers; calls `advance` after each cell."""
 
     def __init__(
         self, model: Any, cells: Sequence[grid.Cell], num_samples: int, seed: int, advance: Callable[[], None]

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from textwrap import shorten
@@ -39,12 +40,7 @@ class Finding:
 
 
 def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
-    """All findings, in the order of a report.
-
-    Args:
-        raw: the value of --speculative-config; None: READY.
-        model: folder or name of a checkpoint; None: no findings on a model.
-    """
+    """All findings on a value of --speculative-config (None: READY) and a checkpoint, in the order of a report."""
     asked = dict(READY if raw is None else raw)
     checked = list(_configuration(asked, model))
     findings = [*_versions(), *_plugin(), *_registered(), _device(), _memory(), *_seams(), *checked]
@@ -73,10 +69,9 @@ def _has_triton() -> bool:
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def _plugin() -> Iterator[Finding]:
@@ -194,27 +189,17 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
         yield Finding("plan", f"{plan}" if plan.on_device else f"{plan} On the host: {plan.host_reason}.")
 
 
-def _shapes() -> list[Any]:
-    """Those of a lookup by default, trimmed; and of a part of the model that draws its drafts, in chains and trees."""
-    import torch
-
-    from vllm_specplugins.kernels.self_check import Shapes
-
-    model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16}
-    return [
-        Shapes(**model, max_num_draft=31, samples=False, looks_up=True, trims=True),
-        Shapes(**model, max_num_draft=15, samples=True, heads=(32, 8, 128)),
-    ]
-
-
 def _kernels() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
         return Finding("kernels", "no GPU: the reference verifies, and its compiled loops on a CPU; nothing to check")
-    from vllm_specplugins.kernels.self_check import check_device
+    from vllm_specplugins.kernels.self_check import Shapes, check_device
 
-    findings = [finding for shapes in _shapes() for finding in check_device(torch.device("cuda"), shapes)]
+    model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16}
+    lookup = Shapes(**model, max_num_draft=31, samples=False, looks_up=True, trims=True)
+    part = Shapes(**model, max_num_draft=15, samples=True, heads=(32, 8, 128))  # it draws chains and trees
+    findings = [finding for shapes in (lookup, part) for finding in check_device(torch.device("cuda"), shapes)]
     differing = [f"{name}: {problem}" for name, problem in findings if problem]
     if differing:
         return Finding("kernels", f"fused kernels are not as their references here ({'; '.join(differing)})", PROBLEM)

@@ -26,12 +26,8 @@ class ForcedLog:
     use_v2_model_runner: bool
 
     def specplugins_force(self, outputs: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]] | None) -> None:
-        """Makes requests emit their row of the log from now on.
-
-        Args:
-            outputs: token ids of each row.
-            accepted: accepted tokens of vLLM's drafter at each position of each row; None: its drafts stay.
-        """
+        """Makes requests emit their row of the log from now on; at each position as many tokens of vLLM's drafter as
+        `accepted`, if given, holds are right."""
         log = _Log(outputs, accepted, self.model_runner.device)
         kind = _OnV2 if self.use_v2_model_runner else _OnV1
         kind(self.model_runner, log)

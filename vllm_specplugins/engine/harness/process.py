@@ -24,12 +24,10 @@ ENGINE_BYTES = 3 * GIB // 2  # that an engine takes of a CPU's memory, beside we
 
 
 class EngineProcess:
-    """A process and a pipe to it, for a `with` block; its output goes to `log`.
+    """A process and a pipe to it, for a `with` block; its output goes to `log`, and errors begin with `blame`.
 
-    Args:
-        blame: beginning of the sentence that says that the engine failed.
-        work: function of the process, called with its end of the pipe and the arguments. It receives messages, None at
-            the end, and sends anything but a string.
+    It calls `work` with its end of the pipe and the arguments, which receives messages, None at the end, and sends
+    anything but a string.
     """
 
     def __init__(self, log: Path, blame: str, work: Callable[..., None], *arguments: Any):

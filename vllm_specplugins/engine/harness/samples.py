@@ -70,14 +70,8 @@ def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
 def sampling_engine(
     blame: str, log: Path, model: Path | str, speculative_config: Any = None, settings: Mapping[str, Any] = SETTINGS
 ) -> Iterator[Draw]:
-    """`draw` of an engine in another process; it raises ConfigError if the engine failed.
-
-    Args:
-        blame: beginning of the sentence that says so.
-        log: file for its output.
-        model: folder of a checkpoint, or its Hugging Face name.
-        settings: arguments of `vllm.LLM` beside the model.
-    """
+    """`draw` of an engine in another process, with `settings` of `vllm.LLM`; it raises ConfigError, which begins with
+    `blame`, if the engine failed."""
     with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config) as process:
         process.receive()
         yield process.ask

@@ -48,10 +48,7 @@ def serve_rounds(
     engines: Mapping[str, EngineProcess], rounds: Sequence[Traffic], advance: Callable[[], object]
 ) -> dict[str, list[Turn]]:
     """The turns of each engine, by method. In a round all serve the same traffic side by side; the first one warms up.
-
-    Args:
-        advance: called after each round.
-    """
+    `advance` is called after each round."""
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
     names = list(engines)
     for index, traffic in enumerate(rounds):

@@ -58,17 +58,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Traffic of a comparison.
-
-    Args:
-        rate: requests arrive at random times, at this share of the rate that no speculation can serve; 0: a request
-            arrives as soon as another one has ended.
-    """
+    """Traffic of a comparison. With a rate requests arrive at random times, else when another one has ended."""
 
     workload: str
     batch: int  # requests at a time; with a rate their limit
     temperature: float
-    rate: float = 0.0
+    rate: float = 0.0  # share of the rate that no speculation can serve
 
     def __str__(self) -> str:
         load = f"rate {self.rate:g} of capacity" if self.rate else f"batch {self.batch}"

@@ -86,12 +86,7 @@ def make_model(seed: int) -> LlamaForCausalLM:
 
 
 class ExactModel:
-    """The probabilities of all outcomes that follow a prompt.
-
-    Args:
-        model: of transformers, causal.
-        num_tokens: t.
-    """
+    """The probabilities of all outcomes of `num_tokens` tokens after a prompt, by a causal model of transformers."""
 
     def __init__(self, model: Any, num_tokens: int):
         self._model, self._vocab_size, self._num_tokens = model, int(model.config.vocab_size), num_tokens

@@ -112,14 +112,8 @@ class Candidate:
 
 
 def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candidate]:
-    """Our methods, by method, policy and K.
-
-    Args:
-        wanted: as for `bench`; nothing: all that read token ids alone.
-
-    Raises:
-        ConfigError: an unknown method, or one that reads more.
-    """
+    """Our methods, by method, policy and K; without names all that read token ids alone. Raises ConfigError: an unknown
+    method, or one that reads more."""
     picked = {name: config for name, config in pick_methods(wanted or list(_default())).items() if config}
     for name, config in picked.items():
         if not _reads_tokens_alone(config):
@@ -206,11 +200,7 @@ def match_end(tokens: Any, min_ngram: int, max_ngram: int) -> int:
 
 class Oracle(Proposer):
     """Drafts as many tokens as will be accepted: those of a lookup, or those of the drafter and of a lookup after them.
-    The drafter runs where its tokens bring more than the engine emits in its time.
-
-    Args:
-        tokens_per_ms: the rate of the engine.
-    """
+    The drafter runs where its tokens bring more than the engine emits in its time, at its rate `tokens_per_ms`."""
 
     def __init__(self, drafter: Drafter, traffic: Traffic, tokens_per_ms: float, context: ProposerContext):
         self._drafter, self._traffic, self._rate = drafter, traffic, tokens_per_ms

@@ -34,13 +34,8 @@ class Fate(NamedTuple):
 
 
 class Player:
-    """Plays recorded texts to a proposer. The caller decides which requests take part in a step.
-
-    Args:
-        recorded: `histories`, `prompt_lengths` and `options` of requests, by number, as of Traffic.
-        max_num_draft: K.
-        barrier: a fault barrier, or another object with its `propose` and `forget`.
-    """
+    """Plays recorded texts (as of Traffic) to a fault barrier, or another object with its `propose` and `forget`. The
+    caller decides which requests take part in a step."""
 
     def __init__(self, recorded: Any, max_num_draft: int, max_model_len: int, barrier: Any):
         self._histories: Sequence[Int32Array] = recorded.histories
@@ -151,15 +146,8 @@ def simulate(
     advance: Callable[[], None] = lambda: None,
     drafter: Drafter | None = None,
 ) -> Totals:
-    """Plays all of the traffic.
-
-    Args:
-        build: makes the proposer; None: nothing is drafted.
-        num_draft: K.
-        tokenize: for the proposer.
-        advance: called whenever a request is over.
-        drafter: offers its drafts to the proposer, as a stage does that is built into the engine.
-    """
+    """Plays all of the traffic to the proposer that `build` makes (None: nothing is drafted), which `drafter` may offer
+    its drafts, as a stage does that is built into the engine. `advance` is called whenever a request is over."""
     engine = _Engine(traffic, num_draft, load, drafter)
     if build is not None:
         context = ProposerContext(

@@ -46,12 +46,8 @@ class Scores:
 def write_texts(
     base: BaseModel, rows: Sequence[Sequence[int]], temperature: float, begin: int = 0, end: int = 0
 ) -> list[Text]:
-    """The model's continuations of rows from token `begin` on, up to `end` tokens or an end token.
-
-    Args:
-        begin: shorter rows are left out; 0: at a quarter of the longest row.
-        end: 0: the length of the longest row.
-    """
+    """The model's continuations of rows from token `begin` on (0: a quarter of the longest row; shorter rows are left
+    out), up to `end` tokens (0: the length of the longest row) or an end token."""
     longest = max(map(len, rows))
     begin, end = begin or max(1, longest // PROMPT_SHARE), end or longest
     prompts = torch.tensor([row[:begin] for row in rows if len(row) >= begin], device=base.model.device)
