@@ -135,7 +135,7 @@ def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> 
         if (highest := max([*sample.prompt, *output])) >= vocab_size:
             raise ConfigError(f"--trace: {sample.place} must hold token ids below {vocab_size}, not {highest}.")
         try:
-            lengths = accepted_lengths(sample.row, args.drafter)
+            lengths = accepted_lengths(sample.row, args.drafter) if args.drafter else {}
         except ConfigError as error:
             raise ConfigError(f"--trace: {sample.place} {error}") from None
         rows.append((sample.prompt, output, lengths.get(args.drafter, [])))
