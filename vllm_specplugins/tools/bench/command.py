@@ -84,8 +84,8 @@ def measure(
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
     }
     on_cpu = not torch.cuda.is_available()
-    rows = [row for cell, its in turns.items() for row in rows_of(cell, its, on_cpu, logs.get(cell.workload))]
-    closed = (turn for cell, its in turns.items() if not cell.rate for all_ in its.values() for turn in all_[1:])
+    rows = [row for cell, played in turns.items() for row in rows_of(cell, played, on_cpu, logs.get(cell.workload))]
+    closed = [turn for cell, played in turns.items() if not cell.rate for its in played.values() for turn in its[1:]]
     return Report(rows, configs, machine, conditions, step_ms_by_tokens(closed))
 
 

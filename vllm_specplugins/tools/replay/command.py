@@ -100,7 +100,7 @@ def play(
     plain = {batch: simulate(traffic, None, 0, load(batch, NO_SPECULATION), advance=advance) for batch in args.batch}
     rows = [row_of(None, batch, totals, totals) for batch, totals in plain.items()]
     others = {batch: _rivals(traffic, compared, load(batch, LOOKUP), plain[batch]) for batch in args.batch}
-    rows += [row_of(rival, batch, its, plain[batch]) for batch, all_ in others.items() for rival, its in all_.items()]
+    rows += [row_of(rival, batch, its, plain[batch]) for batch in args.batch for rival, its in others[batch].items()]
     for (method, policy), sizes in groupby(compared, lambda candidate: (candidate.method, candidate.policy)):
         gains: list[float] = []
         for candidate in sizes:
