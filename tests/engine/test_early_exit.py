@@ -70,9 +70,9 @@ def test_one_pass(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monk
     monkeypatch.setitem(layers._run, Cut(0, NUM_LAYERS // 2, True), lambda token_ids, positions, tensors: None)
     of_states = FirstLayers.of_states
 
-    def counted(self: Any, first: int, end: int, states: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(self: Any, first: int, end: int, states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         lengths.append(len(states))
-        return of_states(self, first, end, states, *rest)
+        return of_states(self, first, end, states, *rest, **named)
 
     monkeypatch.setattr(FirstLayers, "of_states", counted)
     before = llm.collective_rpc("specplugins_stats")[0]["request_steps"]
