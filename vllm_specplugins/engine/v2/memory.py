@@ -51,8 +51,7 @@ def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
         total: int = estimate() + few.missing_bytes()
     few.clear()
     speculator._graphs = None
-    if hasattr(speculator, "trees"):
-        speculator.trees.release()
+    speculator.release()
     gc.collect()
     torch.accelerator.empty_cache()
     return total

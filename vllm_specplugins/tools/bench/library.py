@@ -57,11 +57,11 @@ def snippets(text: str, min_lines: int = 10, max_lines: int = 60) -> Iterator[st
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(text)
+            module = ast.parse(text)
     except (SyntaxError, ValueError):
         return
     lines = text.splitlines()
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             code = lines[node.lineno - 1 : node.end_lineno]
             if min_lines <= len(code) <= max_lines:

@@ -123,6 +123,9 @@ class DeviceSpeculator(Speculator):
         """Maps rows to slots of requests for vLLM's buffers and the target's layers, and says how much each wants."""
         self._wanted = self.limits.wanted(self.outcomes.step_rows(num_rows), self.idx_mapping[:num_rows])
 
+    def release(self) -> None:
+        """Drops references to the KV cache of vLLM's profile."""
+
     def add(self, requests: Sequence[Request]) -> None:
         """Takes requests."""
         super().add(requests)

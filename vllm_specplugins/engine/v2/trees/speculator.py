@@ -37,6 +37,10 @@ class TreeSpeculator(DeviceSpeculator):
         self._proposer, self._chains = proposer, super()._model_source(proposer)
         return self
 
+    def release(self) -> None:
+        """See DeviceSpeculator."""
+        self.trees.release()
+
     def add(self, requests: Sequence[Request]) -> None:
         """Takes requests."""
         super().add(requests)
