@@ -59,13 +59,8 @@ class Staged(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """How much the rows draft.
-
-    Args:
-        slots: [R] int64, of requests, any one for a row of padding.
-        num_tokens: [R] int32: none in the middle of a prompt.
-        of_stages: the same for each stage of a cascade: 0 where a request does not allow it; () without stages.
-    """
+    """Slots of the rows [R] int64, any one for a row of padding; how many tokens each drafts, [R] int32, none in the
+    middle of a prompt; and how many of each stage of a cascade, 0 where a request does not allow it."""
 
     slots: Any
     num_tokens: Any
@@ -73,13 +68,8 @@ class Wanted(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """One stage's tokens.
-
-    Args:
-        token_ids: [R, any number] int32.
-        num_draft: [R] int32, how many of these make its draft.
-        confidence: as token_ids, a probability below 1 or a match's length, int or float; None: 1, 2, 3, ...
-    """
+    """One stage's tokens [R, any number] int32 and how many of them are its draft, [R] int32; their confidence is a
+    probability below 1 or a match's length, int or float; None: 1, 2, 3, ..."""
 
     token_ids: Any
     num_draft: Any
@@ -87,14 +77,8 @@ class Chain(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """One draft of two stages.
-
-    Args:
-        token_ids, stage: [R, K] int32.
-        num_draft: [R] int32.
-        confidence: [R, K] float32.
-        num_second: [R] int32, tokens of the second stage, -1 where it has none.
-    """
+    """One draft of two stages: tokens and their stages [R, K] int32, lengths [R] int32, confidence [R, K] float32, and
+    the number of the second stage's tokens, [R] int32, -1 where it has none."""
 
     token_ids: Any
     num_draft: Any

@@ -53,7 +53,7 @@ class DeviceSource(Protocol):
 
 
 class DeviceCascade:
-    """A lookup and a second stage as the proposer behind a fault barrier: their guards and counters."""
+    """A lookup and a second stage as the proposer behind a fault barrier: their guards and counters, see Cascade."""
 
     def __init__(self, configs: Sequence[StageConfig], proposers: Sequence[Any], context: ProposerContext):
         stages = enumerate(zip(configs, proposers, strict=True))
@@ -61,11 +61,9 @@ class DeviceCascade:
         self.built_in_guard = self.stages[MODEL].guard if self.stages[MODEL].is_built_in else None
 
     def stage_counters(self) -> dict[str, StageCounters]:
-        """See Cascade.stage_counters."""
         return {stage.title: stage.counters for stage in self.stages}
 
     def named_stages(self) -> list[tuple[str, Any]]:
-        """See Cascade.named_stages."""
         return [(stage.title, stage.proposer) for stage in self.stages]
 
     def forget(self, request_ids: Sequence[str]) -> None:
