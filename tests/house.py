@@ -69,6 +69,7 @@ FEATURES = {
         r"\bbuilt[ -]in\b",
         (
             "vllm_specplugins/cascade/built_in",
+            "vllm_specplugins/config/built_in",
             "vllm_specplugins/engine/v1/built_in",
             "vllm_specplugins/engine/v2/speculators/built_in",
         ),

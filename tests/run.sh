@@ -20,14 +20,13 @@ lint() { check ruff check && check ruff format --check && check mypy; }
 quick() { check pytest -q tests --ignore tests/engine -m "not gpu"; }
 v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"; }
 v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"; }
-# Without the arms that are measured by hand: all engines are up at once, about 0.9 GB each.
+# The arms of the methods that most users have; the others are measured by hand.
 host() {
-    check python benchmarks/bench_host_step.py --check --arms none ngram_gpu "ngram_gpu, K = 31" "prompt_lookup, K = 0" \
-        prompt_lookup "prompt_lookup, free" "prompt_lookup, K = 31" suffix_lookup cascade early_exit coupled eagle3 \
-        "lookup and eagle3"
+    check python benchmarks/bench_host_step.py --check --arms none ngram_gpu prompt_lookup "prompt_lookup, K = 0" \
+        suffix_lookup cascade early_exit
 }
 vllm_033() { check bash tests/vllm_033.sh; }
-soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 8; }
+soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 5 --method cascade; }
 
 if (($#)); then
     [[ -z ${CORE:-} ]] || export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=$CORE

@@ -3,6 +3,7 @@
 A refusal is one sentence with the field, the value and the allowed values. Nothing here imports vLLM.
 """
 
+from vllm_specplugins.config.built_in import BUILT_IN_SETTINGS, BuiltInConfig
 from vllm_specplugins.config.fields import (
     ConfigError,
     brief,
@@ -13,9 +14,7 @@ from vllm_specplugins.config.fields import (
     is_integer,
 )
 from vllm_specplugins.config.proposers import (
-    BUILT_IN_SETTINGS,
     MAX_STAGES,
-    BuiltInConfig,
     CascadeConfig,
     CustomConfig,
     EarlyExitConfig,

@@ -5,10 +5,10 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Self, TypeVar
 
+from vllm_specplugins.config.built_in import BuiltInConfig
 from vllm_specplugins.config.fields import ConfigError, brief, check_fields, check_names, choice, integer, is_integer
 from vllm_specplugins.config.proposers import (
     NOT_WITH_TREE,
-    BuiltInConfig,
     CascadeConfig,
     EarlyExitConfig,
     StageConfig,

@@ -1,0 +1,58 @@
+"""The configuration of a drafter built into vLLM, as a stage of a cascade."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from vllm_specplugins.config.fields import ConfigError, brief, did_you_mean
+
+# Keys of vLLM's speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.
+BUILT_IN_SETTINGS = (
+    "attention_backend",
+    "code_revision",
+    "disable_lookahead_block_hashes",  # from vLLM 0.33 on, as draft_lm_head_quantization
+    "draft_lm_head_quantization",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "dspark_draft_topk",
+    "kv_cache_dtype",
+    "max_model_len",
+    "moe_backend",
+    "parallel_drafting",
+    "quantization",
+    "revision",
+    "use_local_argmax_reduction",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInConfig:
+    """`draft_model`, `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`: a proposer built into vLLM, as a stage of a cascade.
+
+    Args:
+        model: the draft model; null for `mtp` layers in the target's checkpoint.
+        settings: the other keys of vLLM's speculative_config, from BUILT_IN_SETTINGS.
+    """
+
+    model: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, index: int, method: str, raw: Mapping[str, Any]) -> Self:
+        """Builds the configuration of stages[index] from the user's dictionary (without its "method" key).
+
+        Raises:
+            ConfigError: unknown key, or no model.
+        """
+        for key in raw:
+            if key != "model" and key not in BUILT_IN_SETTINGS:
+                raise ConfigError(
+                    f"cascade: stages[{index}]: {brief(key)} is not a field; the fields are model and settings of "
+                    f"vLLM's that docs/configuration.md lists{did_you_mean(key, ('model', *BUILT_IN_SETTINGS))}"
+                )
+        model = raw.get("model")
+        if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
+            raise ConfigError(
+                f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {brief(model)}."
+            )
+        return cls(model=model, settings={key: raw[key] for key in raw if key != "model"})
