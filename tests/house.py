@@ -62,7 +62,11 @@ FEATURES = {
         ),
         6,
     ),
-    "grammar": Feature(r"\bgrammars?\b", ("vllm_specplugins/engine/grammar/", "vllm_specplugins/proposers/grammar"), 6),
+    "grammar": Feature(
+        r"\bgrammars?\b(?! (output|bitmask))",
+        ("vllm_specplugins/engine/grammar/", "vllm_specplugins/proposers/grammar"),
+        6,
+    ),
     "remote": Feature(r"\bremote\b", ("vllm_specplugins/proposers/remote/",), 6),
     "look-ahead": Feature(r"\blook[ -]ahead\b", ("vllm_specplugins/proposers/heads/look_ahead",), 6),
     "built-in drafters": Feature(

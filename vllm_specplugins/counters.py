@@ -126,11 +126,11 @@ class Counters:
         self.whole.kept = self.whole.drafted
 
     def add_forced(self, feedback: Feedback, forced: Forced, stage: StageCounters) -> None:
-        """Counts one step's verification where a grammar goes on after drafts, once `add` has.
+        """Counts one step's verification of forced tokens after drafts, once `add` has.
 
         Args:
-            forced: by request, how many tokens of its draft come before those that the grammar forced.
-            stage: the grammar's, or `whole` where it is alone.
+            forced: by request, how many tokens of its draft come before the forced ones.
+            stage: the one that forces tokens, or `whole` where it is alone.
         """
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:

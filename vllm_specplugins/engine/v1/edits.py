@@ -73,7 +73,7 @@ def edit_of_drafts(metadata: Any, runner: Any, rows: list[int]) -> Any:
 
 
 def _restores(processor: Any) -> bool:
-    """Whether it may allow stop tokens early, where a grammar allows nothing else; it then needs a whole row."""
+    """Whether it may allow stop tokens early, where structured output allows nothing else; it needs whole rows."""
     return isinstance(processor, MinTokensLogitsProcessor) and any(entry[3] for entry in processor.min_toks.values())
 
 

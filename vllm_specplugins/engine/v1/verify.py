@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.engine.grammar.output import Forced
+from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.v1.edits import custom, edit
 from vllm_specplugins.engine.v1.rows import Rows

@@ -22,7 +22,7 @@ from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 from vllm_specplugins.request_options import draft_limit
 
-_UNPROVEN = 5  # tokens that are planned for a request with a grammar until more of its draft are accepted
+_UNPROVEN = 5  # tokens that are planned for a request with structured output until more of its draft are accepted
 _FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
 _VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: the draft length of the step before
 
@@ -116,7 +116,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
-        self._num_tokens: dict[str, int] = {}  # of requests with a grammar, a step ago
+        self._num_tokens: dict[str, int] = {}  # of requests with structured output, a step ago
         self._plans_trees = self.vllm_config.speculative_config.plugin_config.tree  # which nothing trims later
         has_graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         self._has_graphs = has_graphs and not self._plans_trees
@@ -159,7 +159,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         )
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Cuts the plan of the next step for requests with a grammar: vLLM fills a row of the grammar's mask for each
+        """Cuts the plan of the next step for requests with structured output: vLLM fills a row of its mask for each
         planned token."""
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         before, self._num_tokens = self._num_tokens, {}

@@ -12,7 +12,7 @@ REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -
 
 
 class _Report:
-    """A runner's `draft_tokens_handler`. Drafts that no grammar checks stay on the device: their ids here are -1."""
+    """A runner's `draft_tokens_handler`. Drafts that no structured output checks stay on the device, with ids of -1."""
 
     def __init__(self) -> None:
         self._lengths: DraftLengths | dict[str, int] = {}
@@ -47,7 +47,7 @@ class DraftReport(_Report):
 class LateReport(_Report):
     """Reports drafts that were made on the device; a reader of their lengths waits for a copy.
 
-    Only a grammar reads them if drafts are trimmed on the device, or are all as long as planned.
+    Only structured output reads them if drafts are trimmed on the device, or are all as long as planned.
     """
 
     trims: Callable[[], bool] = staticmethod(lambda: False)  # whether this holds; set by runner.attach

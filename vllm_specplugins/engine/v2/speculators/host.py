@@ -84,7 +84,7 @@ class HostSpeculator(Speculator):
                 draft = self._propose(input_batch, num_sampled, num_rejected, max_tokens)
                 self._keep(draft)
                 rows = [[-1] * self.num_speculative_steps] * input_batch.num_reqs
-                if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
+                if input_batch.has_structured_output_reqs:  # vLLM has to see the tokens
                     rows = drafts.tolist()
             lengths = draft.num_draft.tolist()
             self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, lengths, strict=True)])

@@ -65,7 +65,7 @@ class LogitsEditor:
         if not self.edits_any(requests):
             return logits
         if self._bias.restore_when_all_masked.np[requests].any():
-            # Stop tokens may come early where a grammar leaves nothing else: one has to see a whole row to know.
+            # Stop tokens may come early where structured output leaves nothing else: only a whole row shows it.
             edited = logits.to(torch.float32, copy=True)
             for processor in self._built_in:
                 edited = processor.apply(edited, context)
