@@ -11,7 +11,7 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.figures import repeated_share
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files
-from vllm_specplugins.tools.bench.workloads import BUILT_IN, TASKS, Workload, make_workload, read_workloads
+from vllm_specplugins.tools.bench.workloads import GENERATED, TASKS, Workload, make_workload, read_workloads
 from vllm_specplugins.tools.picker import NAMED, pick_methods
 
 
@@ -25,7 +25,7 @@ def write_lines(path: Path, *rows: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", GENERATED)
 def test_built_in(name: str, tokenizer: Any) -> None:
     """Kills: prompts that change from run to run, that are all the same, or longer than asked for."""
     made = make_workload(name, tokenizer, 6, 128)

@@ -118,11 +118,11 @@ def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The user's files, and the tasks and built-in texts that the user names; DEFAULT without either."""
+    """The user's files, and the tasks and generated texts that the user names; DEFAULT without either."""
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.data else DEFAULT)
-    built_in = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
-    return built_in + [its for file in args.data for its in read_workloads(file, tokenizer, count, args.prompt_tokens)]
+    generated = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
+    return generated + [its for file in args.data for its in read_workloads(file, tokenizer, count, args.prompt_tokens)]
 
 
 def num_prompts(args: argparse.Namespace) -> int:

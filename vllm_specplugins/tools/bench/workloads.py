@@ -52,13 +52,13 @@ class Workload:
 
 
 def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Workload:
-    """A workload of TASKS (eight whole prompts) or BUILT_IN (prompts of `num_tokens`), the same one on the same Python.
+    """A workload of TASKS (eight whole prompts) or GENERATED (prompts of `num_tokens`), the same on the same Python.
     Raises ConfigError: no such workload, or too little text on this machine."""
-    if name not in BUILT_IN and name not in TASKS:
-        raise ConfigError(f"--workloads must be of {', '.join((*TASKS, *BUILT_IN))}, not {brief(name)}.")
+    if name not in GENERATED and name not in TASKS:
+        raise ConfigError(f"--workloads must be of {', '.join((*TASKS, *GENERATED))}, not {brief(name)}.")
     if name in TASKS:
         return next(task for task in read_workloads(PROMPTS, tokenizer, count, num_tokens) if task.name == name)
-    prompts = list(islice(BUILT_IN[name](tokenizer, num_tokens, random.Random(0)), count))
+    prompts = list(islice(GENERATED[name](tokenizer, num_tokens, random.Random(0)), count))
     if not prompts:
         raise ConfigError(f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens here.")
     return Workload(name, prompts, repeats=name == REPEAT)
@@ -107,7 +107,7 @@ def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[lis
 
 
 REPEAT = "repeat"  # the same requests in every round, as of agents that ask again
-BUILT_IN: dict[str, Callable[[Any, int, random.Random], Iterator[list[int]]]] = {
+GENERATED: dict[str, Callable[[Any, int, random.Random], Iterator[list[int]]]] = {
     "code": _code,
     "copy": _copy,
     "random": _random,

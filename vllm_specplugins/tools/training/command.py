@@ -24,7 +24,7 @@ from vllm_specplugins.tools.training.scores import Scores, scores, write_texts
 
 MAX_SCORED_ROWS = 64
 NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, where the part does not fix it
-BUILT_IN_FILES = 300  # of the standard library
+LIBRARY_FILES = 300  # of the standard library
 MAX_PLACES = 4  # of a draft that are shown
 # A step with drafts takes 1.26 times as long with a jump and 1.49 with an exit, on an H100 with one request.
 LITTLE, ENOUGH = 1.1, 1.5
@@ -91,7 +91,7 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
         rows = token_rows(args.data, tokenizer, args.row_tokens)
     else:  # the standard library, without the text that `bench` asks
         texts = [text for source, text in library_files() if not is_held_out(source)]
-        texts = [texts[index] for index in every_nth(len(texts), BUILT_IN_FILES)]
+        texts = [texts[index] for index in every_nth(len(texts), LIBRARY_FILES)]
         rows = rows_of(texts, tokenizer, args.row_tokens)
     bars.remove_task(reading)
     if len(rows) < 2:

@@ -1,4 +1,4 @@
-"""Model Runner V2: vLLM's edits of logits before the temperature; its built-in processors take one launch."""
+"""Model Runner V2: vLLM's edits of logits before the temperature; its three processors take one launch."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm_specplugins.engine.verify import edit_drafted
 from vllm_specplugins.kernels.rejection.adjust import Allowed, BadWords, Bias, Edits, MinTokens, Penalties, adjust
 
-_BUILT_IN = (LogitBiasState, PenaltiesState, BadWordsState)
+_FUSED = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
 class LogitsEditor:
@@ -21,9 +21,9 @@ class LogitsEditor:
 
     def __init__(self, sampler: Any):
         self._sampler = sampler
-        self._built_in = [next(p for p in sampler.logits_processors if type(p) is kind) for kind in _BUILT_IN]
-        self._bias, self._penalties, self._bad_words = self._built_in
-        self._others = [processor for processor in sampler.logits_processors if processor not in self._built_in]
+        self._fused = [next(p for p in sampler.logits_processors if type(p) is kind) for kind in _FUSED]
+        self._bias, self._penalties, self._bad_words = self._fused
+        self._others = [processor for processor in sampler.logits_processors if processor not in self._fused]
         self._is_edited = np.zeros(sampler.sampling_states.max_num_reqs, bool)
         self.num_added = 0  # requests so far
         self._watch()
@@ -67,7 +67,7 @@ class LogitsEditor:
         if self._bias.restore_when_all_masked.np[requests].any():
             # Stop tokens may come early where structured output leaves nothing else: only a whole row shows it.
             edited = logits.to(torch.float32, copy=True)
-            for processor in self._built_in:
+            for processor in self._fused:
                 edited = processor.apply(edited, context)
         else:
             edited = adjust(logits, *layout, self.edits(), max_num_draft)
