@@ -119,9 +119,8 @@ def test_max_model_len_sinks(llm: Any) -> None:
     long = worker.model_config.max_model_len
     try:
         worker.update_max_model_len(64)
-        proposer = worker._barrier.proposer
-        exits = [proposer, *getattr(proposer, "_stages", ())]
-        assert [stage.max_position for stage in exits if hasattr(stage, "max_position")] == [63]
+        proposers = [proposer for _, proposer in worker._stages()]
+        assert [proposer.max_position for proposer in proposers if hasattr(proposer, "max_position")] == [63]
         assert worker.model_runner.speculator._most_tokens == 64
     finally:
         worker.update_max_model_len(long)
