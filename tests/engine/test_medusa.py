@@ -34,14 +34,14 @@ def test_heads_that_repeat(
     from vllm_specplugins.proposers.medusa import Medusa
 
     drafts = []
-    propose = Medusa.propose
+    draft_steps = Medusa.draft_steps
 
-    def recorded(self: Medusa, batch: Any) -> Any:
-        draft = propose(self, batch)
-        drafts.append((batch.target.last_token_ids.clone(), batch.target.sampling.temperature.clone(), draft.token_ids))
-        return draft
+    def recorded(self: Medusa, target: Any, *rest: Any, **named: Any) -> Any:
+        steps = draft_steps(self, target, *rest, **named)
+        drafts.append((target.last_token_ids.clone(), target.sampling.temperature.clone(), steps.token_ids.clone()))
+        return steps
 
-    monkeypatch.setattr(Medusa, "propose", recorded)
+    monkeypatch.setattr(Medusa, "draft_steps", recorded)
     arguments = {**ARGUMENTS, "model": str(checkpoint)}
     llm = engine(config_of(heads, method), enforce_eager=True, **arguments)  # in a graph nobody sees the drafts
     asked = [{"temperature": 0.0}] * 3 + [{}, {"top_p": 0.7}, *EDITS]
