@@ -1,8 +1,7 @@
-"""Proposers of the user, and of other packages.
+"""Proposers of the user, and methods that other packages register.
 
-Another package registers a method as an entry point of the group `vllm_specplugins.proposers`, "name = module:Class",
-with a class that follows `draft.Proposer`. Names come from the packages' metadata. A package is imported when its
-method is asked for, so that a broken one affects no other.
+An entry point of the group `vllm_specplugins.proposers`, "name = module:Class", registers a class that follows
+`draft.Proposer`. A package is imported only when its method is asked for, so that a broken one affects no other.
 """
 
 import logging
@@ -71,7 +70,7 @@ def _refusal(entry: Registered, names: list[str], reserved: Collection[str]) -> 
 
 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
-    """The user's proposer. It does not take part in the exchange between ranks."""
+    """Builds the user's proposer, which does not take part in the exchange between ranks."""
     build, who = import_object(config.proposer, method), f"{method}: proposer {config.proposer!r}"
     alone = replace(context, num_ranks=1, rank=0, agreed=lambda value: value)
     try:
@@ -120,13 +119,12 @@ def may_be_late(config: SpecConfig) -> bool:
 
 
 def _attributes(config: SpecConfig, name: str) -> dict[str, Any]:
-    """An attribute of each class of the user in a method, by its path."""
     paths = [custom.proposer for custom in stage_configs(config, CustomConfig)]
     return {path: getattr(import_object(path, config.method), name, None) for path in paths}
 
 
 def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
-    """The class or function at "package.module:name", for this method.
+    """The class or function at "package.module:name".
 
     Raises:
         ConfigError: it is missing, its module raises or exits, or it cannot be called or follows another protocol.

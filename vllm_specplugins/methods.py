@@ -1,5 +1,4 @@
-"""The literal table of methods: the one place to add a proposer. Other packages may register more (custom.py), and
-parsing.py makes configurations of what users write."""
+"""The table of methods: the one place to add a proposer. Other packages may register more (custom.py)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,11 +27,9 @@ class Method:
     """A row of the table.
 
     Args:
-        config: the class of the method's configuration.
         proposer: "module:Class" in this package, called with (method_config, ProposerContext); None: the configuration
-            names it.
-            A module that runs the target has a function `check`, called with (method_config, target.TargetSizes)
-            before an engine loads anything. It raises ConfigError.
+            names it. A module that runs the target has a function `check`, called with (method_config,
+            target.TargetSizes) before an engine loads anything. It raises ConfigError.
         runs_target: the proposer gets `DraftBatch.target`, and K slots of the KV cache past the last token. Others get
             `DraftBatch.token_ids`.
         is_lookup: it copies from texts, such as the option `reference`, and can extend drafts.
@@ -65,7 +62,6 @@ class Method:
         return f"vllm_specplugins.{str(self.proposer).partition(':')[0]}:check" if self.runs_target else None
 
     def build(self, *arguments: Any) -> Proposer:
-        """A proposer of this package."""
         proposer: Proposer = import_object(f"vllm_specplugins.{self.proposer}")(*arguments)
         return proposer
 
@@ -124,17 +120,15 @@ def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
 
 
 def runs_target(config: SpecConfig) -> bool:
-    """Whether a part runs layers of the target, and so writes to its KV cache."""
     return any(row.runs_target for row, _ in drafters(config))
 
 
 def reads_history(config: SpecConfig) -> bool:
-    """Whether a part reads the requests' tokens. A cascade's gate does."""
+    """Whether a part reads the requests' tokens, as a cascade's gate does."""
     return bool(config.stages) or not runs_target(config)
 
 
 def enters_states(config: SpecConfig) -> bool:
-    """Whether a part gives the target's layers states instead of tokens."""
     return any(row.enters_states(method_config) for row, method_config in drafters(config))
 
 
@@ -157,7 +151,6 @@ def behind_gate(config: SpecConfig) -> SpecConfig:
 
 
 def build_proposer(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
-    """The proposer that a configuration names."""
     method_config = config.method_config
     if isinstance(method_config, CustomConfig):
         return build_custom(config.method, method_config, context)

@@ -1,4 +1,4 @@
-"""From a user's dictionary to a checked configuration, for the methods of the table and those of other packages."""
+"""Turns users' dictionaries into checked configurations, for the methods of the table and those of other packages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -36,10 +36,8 @@ def registered_methods() -> Mapping[str, Registered]:
 
 
 def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
-    """The checked configuration for a user's dictionary with a "method" of METHODS or a registered one.
-
-    Args:
-        greedy: `draft_sample_method` is "greedy" by default, as vLLM's verification requires.
+    """The checked configuration for a user's dictionary with a "method" of METHODS or a registered one. With `greedy`,
+    `draft_sample_method` is "greedy" by default, as vLLM's verification requires.
 
     Raises:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
@@ -79,7 +77,7 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
 
 
 def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
-    """Its class may have a dataclass `Config`, which parses the dictionary; without one it takes `options`."""
+    """Parses with the class's dataclass `Config`; a class without one takes `options`."""
     name, path = registered.name, registered.proposer
     kind = getattr(import_object(path, name), "Config", None)
     if kind is None:

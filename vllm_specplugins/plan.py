@@ -1,7 +1,6 @@
-"""Where a method drafts, on which schedule, who chooses the lengths of drafts, and whether vLLM trims them.
+"""Decides once where a method drafts, on which schedule, who chooses drafts' lengths, and whether vLLM trims them.
 
-`make_plan` decides it once, from a configuration and from facts about the engine, which engine/frontend/conditions.py
-reads. The start's log and `doctor` print the plan; docs/compatibility.md has it as a table.
+The start's log and `doctor` print the plan; docs/compatibility.md has it as a table.
 """
 
 from dataclasses import dataclass
@@ -33,8 +32,7 @@ class Conditions:
     """Facts about an engine, named as in vLLM; by default those of one GPU where everything is possible.
 
     Args:
-        asked_async: `async_scheduling` as the user gives it.
-        async_scheduling: the same as vLLM decides it.
+        asked_async: `async_scheduling` as the user gives it; `async_scheduling` is as vLLM decides it.
         scheduler_cls: the user's scheduler.
         untrimmed_for: why vLLM's adaptive verification cannot trim drafts; None: it can.
     """
@@ -95,11 +93,7 @@ class Plan:
 
 
 def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
-    """The plan for a method in an engine.
-
-    Raises:
-        ConfigError: the user asks for a schedule that the method cannot have.
-    """
+    """The plan for a method in an engine; raises ConfigError if the user asks for a schedule that it cannot have."""
     host_reason = _host_reason(config, engine)
     on_device = engine.use_v2_model_runner and host_reason is None
     has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
@@ -123,7 +117,6 @@ def wanted_schedule(config: SpecConfig, asked_async: bool | None, pipeline_paral
 
 
 def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
-    """Why Model Runner V2 has to wait for drafts on the host; None: it does not."""
     rows, is_late = [row for row, _ in drafters(config)], drafts_late(config)
     if config.stages:
         can = rows[0].is_lookup and len(rows) == 2 and (rows[1].runs_target or rows[1].config is BuiltInConfig)
@@ -145,11 +138,8 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
 
 
 def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:
-    """Whether steps are scheduled asynchronously, and why, in words.
-
-    The scheduler of a step that waits for the host knows the true lengths of drafts. A pipeline is never synchronous:
-    vLLM would plan drafts for a request before its last step is over.
-    """
+    """Whether steps are scheduled asynchronously, and why. A scheduler that waits for the host knows the true lengths
+    of drafts. A pipeline is never synchronous: vLLM would plan drafts for a request before its last step is over."""
     if engine.asked_async is not None:
         return engine.async_scheduling, f"{'a' if engine.asked_async else ''}synchronously, as async_scheduling says"
     if reads_on_host and engine.pipeline_parallel_size == 1:
@@ -166,7 +156,7 @@ def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:
 
 
 def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | None:
-    """Our scheduler, if the user has none. ConfigError for what the user asks for and the method cannot have."""
+    """Our scheduler, if the user has none; raises ConfigError if the method cannot run on the user's choices."""
     method, theirs, num_stages = config.method, engine.scheduler_cls, engine.pipeline_parallel_size
     forces = "grammar" in methods_of(config)
     if forces and (is_async or theirs is not None):

@@ -1,8 +1,7 @@
 """Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary or its JSON text.
 
-The HTTP API takes them in `vllm_xargs`, whose values cannot be dictionaries: hence the text. A client sends them, and
-may harm only itself: the front end bounds, checks and resolves them, so that a bad option answers 400 and reaches
-neither the engine nor another request. This module knows nothing of vLLM.
+The HTTP API takes them in `vllm_xargs`, where a value cannot be a dictionary: hence the text. The front end bounds,
+checks and resolves them, so that a bad option answers 400 and reaches neither the engine nor another request.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,13 +54,7 @@ SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # no custom proposer reads th
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a request's options.
-
-    Args:
-        config: the method that is served.
-        vocab_size: token ids are in [0, vocab_size).
-        max_model_len: the largest number of tokens of a request, and of its reference.
-    """
+    """Bounds of a request's options; `max_model_len` bounds the tokens of a request, and those of its reference."""
 
     config: SpecConfig
     vocab_size: int
@@ -69,12 +62,10 @@ class Limits:
 
     @property
     def passes_custom(self) -> bool:
-        """Whether options may be those of a custom proposer."""
         return bool(stage_configs(self.config, CustomConfig))
 
     @property
     def max_reference_bytes(self) -> int:
-        """Bound of a reference that is a text."""
         return BYTES_PER_TOKEN * self.max_model_len
 
 
@@ -185,7 +176,6 @@ def _depth(value: Any) -> int:
 
 
 def _stages(value: Any, limits: Limits) -> list[str]:
-    """The names of the stages that a request allows, each once."""
     methods, by_name = methods_of(limits.config), dict[str, list[str]]()
     for index, name in enumerate(stage_names(methods)):
         by_name.setdefault(methods[index], []).append(name)
@@ -199,7 +189,7 @@ def _stages(value: Any, limits: Limits) -> list[str]:
 
 
 def _reference(value: Any, limits: Limits) -> str | bytes:
-    """A text that the front end will tokenise, or int32 bytes of token ids."""
+    """Returns a text, which the front end will tokenise, or token ids as int32 bytes."""
     if not isinstance(value, str):
         return token_bytes(value, limits)
     try:  # a character has at least one byte: a text that is too long is not encoded
@@ -211,7 +201,6 @@ def _reference(value: Any, limits: Limits) -> str | bytes:
 
 
 def check_size(name: str, size: int, limits: Limits) -> None:
-    """Raises ConfigError for a text of too many bytes."""
     if size > limits.max_reference_bytes:
         raise ConfigError(
             f"{name} must be at most {limits.max_reference_bytes} bytes of text where max_model_len is "
@@ -220,7 +209,6 @@ def check_size(name: str, size: int, limits: Limits) -> None:
 
 
 def check_number(num_tokens: int, max_model_len: int) -> None:
-    """Raises ConfigError for a reference of more tokens than a request may have."""
     if num_tokens > max_model_len:
         raise ConfigError(
             f"specplugins: reference must be at most {max_model_len} tokens (max_model_len), not {num_tokens}."
@@ -252,10 +240,8 @@ def token_bytes(value: Any, limits: Limits) -> bytes:
 
 
 def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
-    """Understood options as they travel to the engine: a reference is bytes.
-
-    `token_ids` are those of a reference that is a text; ConfigError if the model cannot have them.
-    """
+    """Understood options as they travel to the engine: a reference is bytes. `token_ids` are those of a reference that
+    is a text; ConfigError if the model cannot have them."""
     sent = {key: options[key] for key in options if key not in (REFERENCE, TENANT)}
     if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
         sent[REFERENCE] = reference
@@ -272,10 +258,8 @@ def received(options: Options) -> Options:
 
 
 def draft_limit(options: Options, num_tokens: int, max_num_draft: int, length_limit: int) -> int:
-    """The largest number of tokens to draft in one step for a request of this length; the target emits one more.
-
-    Args:
-        length_limit: the largest length of the request, its prompt included.
+    """The largest number of tokens to draft in a step; the target emits one more, and `length_limit` includes the
+    prompt.
 
     >>> draft_limit({}, 100, 5, 4096), draft_limit({}, 100, 5, 104), draft_limit({"max_draft": 2}, 100, 5, 4096)
     (5, 3, 2)

@@ -1,6 +1,5 @@
 """Faults of a proposer cost its draft, nothing else.
 
-Adapters call a barrier (`barrier.py`). A guard (`guard.py`) calls one proposer, in a thread with a time budget where
-that is possible; the proposer receives read-only data, and its answer is checked (`exchange.py`). Faults are counted
-and logged, and repeated faults switch the proposer off for a while (`faults.py`).
+Adapters call a barrier, and its guard calls the proposer, in a thread with a time budget where that is possible. The
+proposer receives read-only data, and its answer is checked (`exchange.py`).
 """

@@ -23,7 +23,6 @@ class FaultBarrier:
     """Calls a proposer through a guard, and counts its drafts.
 
     Args:
-        vocab_size: draft token ids must be in [0, vocab_size).
         max_num_draft: K.
         time_budget_ms: limit for one step, in a thread of the proposer; None calls it in the caller's thread without a
             limit (proposers that run the target, and cascades: their stages have guards).
@@ -61,7 +60,7 @@ class FaultBarrier:
 
     @property
     def proposer(self) -> Proposer:
-        """The guarded proposer; an adapter that records a CUDA graph calls it directly."""
+        """The guarded proposer, which an adapter that records a CUDA graph calls directly."""
         return self.guard.proposer
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
@@ -120,7 +119,6 @@ class FaultBarrier:
             logger.info("Speculation so far: %s", self.net_totals().summary())
 
     def totals(self) -> Counters:
-        """The counters, with those of a cascade's stages."""
         self.counters.stages = getattr(self.proposer, "stage_counters", dict)()
         if self.tally is not None:
             self.tally.move_to(self.counters, list(self.counters.stages.values()))
@@ -131,7 +129,6 @@ class FaultBarrier:
         return self.totals() if self.emitted is None else self.totals().net(*self.emitted)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Has the proposer forget these requests before it next proposes."""
         self.guard.forget(request_ids)
 
     def settle(self) -> None:
@@ -143,7 +140,7 @@ class FaultBarrier:
 
 
 def _without_forced(feedback: Feedback, forced: Forced) -> Feedback:
-    """Feedback for the proposer: tokens that a grammar forced do not belong to its draft."""
+    """Removes tokens that a grammar forced: they do not belong to the proposer's draft."""
     numbers = feedback.num_draft, feedback.num_accepted
     starts = [
         forced[id_][0] if id_ in forced else num for id_, num in zip(feedback.request_ids, numbers[0], strict=True)

@@ -1,7 +1,7 @@
-"""Data between the engine and a proposer: the proposer receives read-only copies, its drafts are checked and copied.
+"""Gives a proposer read-only copies of the engine's data, and checks and copies its drafts.
 
-Types are compared exactly, so that no code of the proposer runs here. Code that searches the process for the owner of
-a buffer (`array.base.obj`, `gc`, `ctypes`) is not held back.
+Types are compared exactly, so that no code of the proposer runs here. Code that searches the process for the owner of a
+buffer (`array.base.obj`, `gc`, `ctypes`) is not held back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,6 @@ def frozen(value: Any) -> Any:
 
 
 def for_proposer(batch: DraftBatch) -> DraftBatch:
-    """The engine's batch as a proposer receives it."""
     return replace(
         batch,
         request_ids=tuple(batch.request_ids),
@@ -70,7 +69,6 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
 
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:
-    """The engine's feedback as a proposer receives it."""
     numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
     return Feedback(tuple(feedback.request_ids), *numbers, feedback.step_ms, feedback.num_forced)
 
@@ -87,18 +85,14 @@ def draft_of_rows(
     max_num_draft: int,
     vocab_size: int,
 ) -> Draft:
-    """The checked draft of a proposer on the host for some rows of a batch; the other rows have no draft.
-
-    Raises:
-        Nonsense: see checked_draft.
-    """
+    """The checked draft of a proposer on the host for some rows of a batch; raises Nonsense."""
     limits = limits[rows]
     draft = checked_draft(proposer.propose(rows_of(batch, rows.tolist(), limits)), limits, max_num_draft, vocab_size)
     return spread(draft, rows, batch.num_reqs, max_num_draft)
 
 
 def spread(draft: Draft, rows: Any, num_reqs: int, width: int) -> Draft:
-    """A draft of some rows, of certain tokens, as a draft of all `num_reqs` requests."""
+    """Turns a draft of some rows, without logits, into one of all `num_reqs` requests."""
     token_ids, num_draft = np.zeros((num_reqs, width), np.int32), np.zeros(num_reqs, np.int32)
     token_ids[rows, : draft.token_ids.shape[1]], num_draft[rows] = draft.token_ids, draft.num_draft
     if draft.confidence is None:
@@ -127,12 +121,10 @@ def checked_draft(
     vocab_size: int,
     runs_target: bool = False,
 ) -> Draft:
-    """A copy of the draft, after its types, shapes and values were checked.
+    """A copy of the draft, after its types, shapes and values were checked; `draft` may be anything.
 
     Args:
-        draft: the proposer's return value; it may be anything.
-        max_num_draft: K, the largest number of columns.
-        runs_target: such a proposer is one of ours, and its tensors are passed on: reading them would wait for the
+        runs_target: such a proposer is one of ours, and its tensors pass unread: reading them would wait for the
             device.
 
     Raises:
@@ -169,13 +161,12 @@ def checked_draft(
 
 
 def _used(num_draft: Int32Array, width: int) -> npt.NDArray[np.bool_]:
-    """[num_reqs, width], True at the tokens of a draft."""
     mask: npt.NDArray[np.bool_] = np.arange(width) < num_draft[:, None]
     return mask
 
 
 def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: int = 0) -> npt.NDArray[Any]:
-    """A copy of an array of `num_rows` rows and at most `width` columns."""
+    """Copies an array of `num_rows` rows and at most `width` columns."""
     if type(value) is not np.ndarray:
         raise Nonsense(f"{name} is a {type(value).__name__} instead of a NumPy array")
     if value.dtype != dtype:

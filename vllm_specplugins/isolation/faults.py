@@ -1,4 +1,4 @@
-"""Faults of a proposer: counting and logging them, and a circuit breaker that switches the proposer off."""
+"""Counts and logs a proposer's faults; a circuit breaker switches the proposer off."""
 
 import logging
 import time
@@ -72,7 +72,6 @@ class CircuitBreaker:
             )
 
     def add_fault(self) -> None:
-        """Counts a fault in this step, and switches the proposer off if there were too many."""
         self._fault_steps.append(self.step)
         if len(self._fault_steps) < MAX_FAULTS or self.step - self._fault_steps[0] >= FAULT_WINDOW:
             return
@@ -93,7 +92,6 @@ class CircuitBreaker:
 
 
 def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
-    """The fault that an exception stands for."""
     if isinstance(error, NotFinite):
         return Fault(NOT_FINITE, cause_text(error), count=error.num_tokens)
     if isinstance(error, Nonsense):
@@ -102,7 +100,7 @@ def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
 
 
 def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
-    """The request that a RequestFault names; its class is the proposer's, so the attribute may hold anything."""
+    """The request that a RequestFault names. The proposer may have set the attribute to anything."""
     request_id = vars(error).get("request_id") if isinstance(error, RequestFault) else None
     return request_id if type(request_id) is str and request_id in request_ids else None
 

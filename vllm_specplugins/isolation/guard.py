@@ -1,7 +1,7 @@
 """A guard calls one proposer, alone or as a stage of a cascade, and turns its faults into missing drafts.
 
-An exception, a late answer and an invalid answer are faults. The guard counts and logs them; repeated faults switch the
-proposer off for a while. A fault that a request caused costs that request its drafts instead.
+An exception, a late answer and an invalid answer are faults. Repeated faults switch the proposer off for a while. A
+fault that a request caused costs that request its drafts instead.
 """
 
 import os
@@ -32,15 +32,15 @@ class Guard:
     """Calls one proposer; passes feedback and ended requests to it before its next call.
 
     Args:
-        name: of the proposer, for the log.
+        name: the proposer's, for the log.
         health: counts its faults.
         budget_ms: time that the proposer may take in one step; None sets no limit.
-        in_thread: True calls the proposer in a thread, stops all of its exceptions and abandons a call that exceeds
-            the budget. False calls it in the engine's thread: a proposer that runs layers of the target uses the
-            engine's stream and KV cache, and cannot be abandoned. There KeyboardInterrupt and SystemExit come from a
-            signal and pass through; a call that exceeds the budget is a fault, but its result is used.
-        ends_process: a fault ends the process. For proposers that every tensor-parallel rank runs: the other ranks
-            wait for this one in a collective, and vLLM ends them when a worker exits, not when it raises.
+        in_thread: True calls the proposer in a thread, stops all of its exceptions and abandons a call that exceeds the
+            budget. False calls it in the engine's thread: a proposer that runs layers of the target uses the engine's
+            stream and KV cache, and cannot be abandoned. There KeyboardInterrupt and SystemExit come from a signal and
+            pass through; a call that exceeds the budget is a fault, but its result is used.
+        ends_process: a fault ends the process. For proposers that every tensor-parallel rank runs: the other ranks wait
+            for this one in a collective, and vLLM ends them when a worker exits, not when it raises.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class Guard:
         self._started: tuple[DraftBatch, Callable[[], None], float] | None = None  # by `start`: batch, clean-up, time
 
     def begin_step(self) -> None:
-        """Renews the time budget."""
         self._breaker.step += 1
         self._left_ms = self._budget_s * 1000
 
@@ -84,7 +83,6 @@ class Guard:
 
     @property
     def has_to_forget(self) -> bool:
-        """Whether the proposer holds requests that have ended."""
         return bool(self._to_forget)
 
     def settle(self) -> None:
@@ -109,7 +107,6 @@ class Guard:
 
     @property
     def can_start(self) -> bool:
-        """Whether the proposer is neither switched off nor busy."""
         is_busy = self._thread is not None and (self._thread.is_busy or self._started is not None)
         return not (is_busy or (self._health.switched_off and self._breaker.is_off()))
 
@@ -137,7 +134,7 @@ class Guard:
         return self._result(outcome, batch, settled)
 
     def _turn(self, batch: DraftBatch, work: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
-        """A function that passes on pending news and then does the work; and a clean-up to call after it."""
+        """Returns a function that passes on pending news and then does the work, and a clean-up to call after it."""
         self._known.update(batch.request_ids)
         to_forget, feedback, self._feedback = tuple(self._to_forget), self._feedback, None
         has_forgotten = threading.Event()
@@ -164,11 +161,7 @@ class Guard:
         return outcome
 
     def call_in_engine(self, work: Callable[[], T], is_timed: bool) -> T | None:
-        """`call` for a drafter that the engine runs, in a step of its budget.
-
-        Args:
-            is_timed: whether the budget holds for this step; prompts may take longer.
-        """
+        """`call` for a drafter that the engine runs. The budget holds only if `is_timed`: prompts may take longer."""
         self.begin_step()
         start = time.perf_counter()
         outcome = self.call(NO_REQUESTS, work)
@@ -270,9 +263,8 @@ class CallThread:
 
     @contextmanager
     def _separate_random_numbers(self) -> Iterator[None]:
-        """Restores the global generators of NumPy and torch after a call. Their state belongs to the process, and every
-        tensor-parallel rank draws the same seeds from it: a proposer on rank 0 alone must not advance it.
-        """
+        """Restores the global generators of NumPy and torch, from which every tensor-parallel rank draws the same
+        seeds: a proposer on rank 0 alone must not advance them."""
         torch = sys.modules.get("torch")
         state = None if torch is None else torch.default_generator.get_state()
         engines = mtrand.get_bit_generator()

@@ -1,9 +1,9 @@
-"""What model proposers share: they draft with a part of the target, and draw tokens by `draft_sample_method`.
+"""Model proposers draft with a part of the target, and draw tokens by `draft_sample_method`.
 
 "greedy" takes the likeliest token. The others draw under the request's temperature, top-k, top-p and min-p
 (kernels/rejection/drafts.py). "coupled" draws with the noise of verification, so that q is one-hot; where that noise is
 unknown it is greedy. "probabilistic" draws with separate noise, from logits that are q. Nothing here waits for the
-device or branches on what it holds, so an adapter may record a draft in a CUDA graph.
+device or branches on its values, so an adapter may record a draft in a CUDA graph.
 
 R: requests, N: rows, as many of each request, H: hidden size, V: vocabulary, K: num_speculative_tokens.
 """
@@ -43,13 +43,8 @@ class Prefix(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The next token of each row.
-
-    Args:
-        token_ids: [N] int.
-        logits: [N, V] of q, if the tokens are "probabilistic".
-        largest_probs: [N] float32, the largest probability before anything is cut, if it was asked for.
-    """
+    """The next token of each row: ids [N] int, logits [N, V] of q if the tokens are "probabilistic", and [N] float32,
+    the largest probability before anything is cut, if it was asked for."""
 
     token_ids: torch.Tensor
     logits: torch.Tensor | None = None
@@ -66,7 +61,6 @@ class Steps:
 
     @classmethod
     def of(cls, target: Target, num_steps: int) -> "Steps":
-        """Room for so many tokens of each request."""
         last = target.last_token_ids
         return cls(last.new_empty(len(last), num_steps, dtype=torch.int32))
 
@@ -85,11 +79,7 @@ class Steps:
 
 
 class ModelProposer(Proposer):
-    """Drafts with a part of the target and keeps no state of a request.
-
-    Args:
-        config: has `draft_sample_method` and `is_trained`.
-    """
+    """Drafts with a part of the target and keeps no state of a request."""
 
     continues_drafts = False  # whether it can be fed tokens; otherwise it needs the target's last state
 
@@ -113,7 +103,7 @@ class ModelProposer(Proposer):
             self.training.close()
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """K tokens; a request near the end of its context gets fewer."""
+        """Drafts K tokens; a request near the end of its context gets fewer."""
         assert batch.target is not None
         steps = self.draft_steps(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(steps.token_ids, batch.max_num_draft, logits=steps.logits)
@@ -123,8 +113,8 @@ class ModelProposer(Proposer):
         return self.propose(batch)
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """At most max_tokens [R] int64 tokens after each request's history and the prefix of its draft, token by token;
-        where it cannot continue a prefix, after the history alone."""
+        """Drafts at most max_tokens [R] int64 tokens after each request's history and the prefix of its draft, token by
+        token; where it cannot continue a prefix, after the history alone."""
         if prefix is not None and not self.continues_drafts:
             max_tokens, prefix = np.where(prefix.num_draft == 0, max_tokens, 0), None
         num_steps, num_reqs = max(max_tokens.tolist(), default=0), len(max_tokens)
@@ -195,7 +185,6 @@ class ModelProposer(Proposer):
         raise NotImplementedError
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] of states [N, H]."""
         logits: torch.Tensor = (target.forward if self.head is None else self.head).logits(states)
         return logits
 

@@ -1,8 +1,8 @@
 """Early exit: the target's first layers and a head draft, on the target's paged KV cache.
 
-Self-speculative decoding (Zhang et al. 2023, "Draft & Verify"; Elhoushi et al. 2024, "LayerSkip"). There is no second
-model and no second KV cache: verification by all layers overwrites what drafting wrote. The head is the target's final
-norm and head, or a trained one. R: requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
+Self-speculative decoding (Zhang et al. 2023, "Draft & Verify"; Elhoushi et al. 2024, "LayerSkip"). Verification by all
+layers overwrites the keys and values of drafts. The head is the target's final norm and head, or a trained one. R:
+requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,13 @@ class EarlyExit(ModelProposer):
             self.part = self.head = ExitHead.load(config.exit_head, context.device, context.dtype)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """See ModelProposer.dummy_run; in a cascade it is fed drafts of others."""
+        """Runs a pass over others' drafts, too, as in a cascade."""
         assert batch.target is not None
         longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
         self.next_tokens(batch.target, longest, longest, longest, np.zeros(batch.num_reqs, np.int64))
         return self.propose(batch)
 
     def one_pass(self, target: Target, num_steps: int) -> Sequence[torch.Tensor] | None:
-        """See ModelProposer.one_pass: with look-ahead embeddings."""
         if self._ahead is None:
             return None
         states = self._ahead.states(target, self.exit_layer, num_steps, self.max_position, self.head is None)
@@ -66,7 +65,6 @@ class EarlyExit(ModelProposer):
     def run_layers(
         self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        """See ModelProposer.run_layers."""
         states = self._states(target, token_ids, positions)
         if self.watch is not None:
             self.watch.put(step, token_ids, positions, states)
@@ -81,17 +79,17 @@ class EarlyExit(ModelProposer):
     def next_tokens(
         self, target: Target, token_ids: Any, positions: Any, drafts: Any, num_before: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feeds several tokens of each request at once and chooses the token after each. All are arrays.
+        """Feeds several tokens of each request at once, and chooses the token after each.
 
         Args:
             token_ids: [R, T] int.
             positions: [R, T] int64, at most max_position.
             drafts: [R, K] int, the drafts that they are part of.
-            num_before: [R] int64, how many tokens of these stand before what follows a request's first token.
+            num_before: [R] int64, how many tokens of these stand before those that follow a request's first token.
 
         Returns:
             token ids [R, T], those that `propose` would draft after the same tokens, and, if they are "probabilistic",
-            logits [R, T, V].
+                logits [R, T, V].
         """
         device, (num_reqs, length) = target.num_tokens.device, token_ids.shape
         fed, places, drafts, num_before = (

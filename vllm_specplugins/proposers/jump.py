@@ -2,10 +2,9 @@
 
 A trained part (heads/jump_head.py) guesses the state before a late layer. It reads the state that the target's last
 step, or the last jump, left after the final norm, and the newest token after a few early layers, or its embedding. The
-layers from there on run as they are; a jump past the last layer runs none (Wertheimer et al. 2024, "Accelerating
-Production LLMs with Combined Token/Embedding Speculators"). Their keys and values of a draft go to the reserved slots,
-and verification overwrites them, so there is no second cache to fill and nothing to run over a prompt. EAGLE (Li et al.
-2024) uses the last token's state in a layer of its draft model. K: num_speculative_tokens.
+later layers run as they are; a jump past the last layer runs none (Wertheimer et al. 2024, "Accelerating Production
+LLMs with Combined Token/Embedding Speculators"). Verification overwrites a draft's keys and values, so nothing runs
+over a prompt. EAGLE (Li et al. 2024) uses the last token's state in a layer of its draft model.
 """
 
 import torch
@@ -25,7 +24,6 @@ class Jump(ModelProposer):
     def run_layers(
         self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        """See ModelProposer.run_layers: one jump."""
         config, forward = self.part.config, target.forward
         if config.early_layers:
             early = forward.hidden_states(config.early_layers, token_ids, positions, normed=False)

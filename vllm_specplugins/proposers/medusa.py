@@ -2,8 +2,7 @@
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Its chain at
 temperature 0 is blockwise parallel decoding (Stern et al. 2018, "Blockwise Parallel Decoding for Deep Autoregressive
-Models"): head k guesses the token k + 2 places after the state, whatever the tokens between are. K:
-num_speculative_tokens.
+Models"): head k guesses the token k + 2 places after the state, whatever the tokens between are.
 """
 
 from collections.abc import Sequence
@@ -27,11 +26,9 @@ class Medusa(ModelProposer):
         self.part = MedusaHeads.load(config.heads, self._num_heads, context.vocab_size, context.device, dtype)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """See ModelProposer.dummy_run."""
         return self.propose(replace(batch, max_num_draft=batch.max_num_draft.clip(max=self._num_heads)))
 
     def one_pass(self, target: Target, num_steps: int) -> Sequence[torch.Tensor]:
-        """See ModelProposer.one_pass."""
         return tuple(self.part.logits(target.last_hidden_states, num_steps, target.forward.logits))
 
 

@@ -1,7 +1,7 @@
-"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones, from token ids only.
 
-A history proposer: it reads token ids only. Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with
-Reference" (2023) for the `reference` option. kernels/history_match says which occurrence, and the cost of its search.
+Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with Reference" (2023) for the `reference` option.
+kernels/history_match says which occurrence, and the cost of its search.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,13 @@ class Lookup(Proposer):
     """Copies from texts and continues drafts. It needs no feedback: the next histories have the accepted tokens."""
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Drafts after each request's history."""
         drafts = self.draft(batch, None, batch.max_num_draft.astype(np.int64))
         confidence = drafts.confidence[:, 0].astype(np.float32)
         return Draft(drafts.token_ids, drafts.num_draft.astype(np.int32), confidence=confidence)
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """At most max_tokens [num_reqs] int64 tokens after each request's history and the prefix of its draft, which is
-        not remembered."""
+        """Drafts at most max_tokens [num_reqs] int64 tokens after each history and a draft's prefix, which is not
+        remembered."""
         raise NotImplementedError
 
 
@@ -51,7 +50,7 @@ class PromptLookup(Lookup):
         self._references: dict[int, Int32Array] = {}  # by row
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """By the longest match; among equals the one nearest to where copying would go on."""
+        """Drafts by the longest match; among equals the one nearest to where copying would go on."""
         num_reqs = batch.num_reqs
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)
@@ -60,18 +59,15 @@ class PromptLookup(Lookup):
         return of_stage(0, token_ids, num_draft, match_lengths)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops the references and rows of these requests."""
         rows = self._rows.forget(request_ids)
         self._known[rows] = 0
         for row in rows.tolist():
             self._references.pop(row, None)
 
     def num_bytes(self) -> int:
-        """Memory of all references."""
         return sum(text.nbytes for text in list(self._references.values()))  # the proposer's thread may change it
 
     def rows_of(self, batch: DraftBatch) -> Ints:
-        """[num_reqs] the rows of these requests."""
         rows = self._rows.of(batch.request_ids)
         if rows is not self._newest_rows:  # not the requests of the last step
             self._newest_rows, self._known = rows, with_room(self._known, self._rows.num_rows)
@@ -85,11 +81,10 @@ class PromptLookup(Lookup):
 
     @property
     def num_rows(self) -> int:
-        """Rows are below this."""
         return self._rows.num_rows
 
     def _begin(self, row: int, options: Mapping[str, Any]) -> None:
-        """Begins a new request; a reference that is no list of token ids is ignored."""
+        """Ignores a reference that is no list of token ids."""
         self._known[row] = NO_MATCH, NO_MATCH, 0, 0
         with suppress(TypeError, ValueError, OverflowError):
             text = np.ascontiguousarray(options.get("reference", ()), np.int32).ravel()

@@ -1,9 +1,9 @@
 """Suffix lookup: drafts the most frequent continuation of the longest match, in the request's text and earlier outputs.
 
-A history proposer: it reads token ids only. Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of
-its prompt, enters the store of its tenant when the request ends or is preempted; a lookup never searches other tenants'
-outputs. Texts enter by pieces of work, not of time, so that all ranks do the same. Compiled code releases the
-interpreter's lock: a reset waits for a call that the engine has abandoned, whose work is bounded.
+Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of its prompt, enters the store of its tenant
+when the request ends or is preempted; a lookup never searches other tenants' outputs. Texts enter by pieces of work,
+not of time, so that all ranks do the same. Compiled code releases the interpreter's lock: a reset waits for a call that
+the engine has abandoned, whose work is bounded.
 """
 
 import logging
@@ -41,8 +41,6 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Request:
-    """A request's tokens so far, the tenant of its store, and whether its output will enter it."""
-
     num_seen: int
     tenant: bytes
     learns: bool
@@ -136,11 +134,9 @@ class SuffixLookup(Lookup):
             self.store.work(STORE_WORK)
 
     def num_bytes(self) -> int:
-        """Memory of references, of the store and of outputs."""
         return self._texts.num_bytes() + self.store.num_bytes + self._output_bytes
 
     def store_stats(self) -> dict[str, int]:
-        """Sizes of the store, and counts of texts and saves so far."""
         store, saver = self.store, self._saver
         return {
             "texts": store.num_texts,
@@ -156,7 +152,7 @@ class SuffixLookup(Lookup):
         }
 
     def exchange_stats(self) -> dict[str, int]:
-        """Counts of texts that engines share, so far; empty where they share none."""
+        """Counts of texts that engines share; empty where they share none."""
         return {} if self._shared is None else self._shared.counts
 
     def reset_store(self) -> None:
@@ -184,7 +180,6 @@ class SuffixLookup(Lookup):
             self._shared.close()
 
     def _begin(self, request_id: str, history: Int32Array, options: Mapping[str, Any]) -> _Request:
-        """Begins a request that is new or has another text."""
         self._finish(request_id)
         tenant = options.get("tenant")
         tenant = tenant if isinstance(tenant, bytes) else b""
@@ -194,7 +189,6 @@ class SuffixLookup(Lookup):
         return request
 
     def _record(self, request: _Request, new: Int32Array) -> None:
-        """Records new tokens of a request's output, as long as there is room."""
         request.learns &= self._output_bytes + new.nbytes <= self._max_output_bytes
         if request.learns:
             request.output.frombytes(new.tobytes())

@@ -1,10 +1,10 @@
 """Trees of drafts: a drafter's chain, and at each of its places the likeliest other tokens. A lookup's chain may be
 merged into it (Miao et al. 2024, "SpecInfer").
 
-The drafter runs as for a chain: its logits give the other tokens, so that it needs no more passes and no other
-attention. The tree has the likeliest nodes of all candidates, best first: a prefix of it is the best tree of that size.
-R: requests, D: tokens of the chain, C: candidates of a place, L: tokens of the other chain, at least D, M: all
-candidates, N: nodes of a tree, beside its root.
+The drafter's logits give the other tokens, so a tree needs no more passes and no other attention than a chain. The tree
+has the likeliest nodes of all candidates, best first: a prefix of it is the best tree of that size. R: requests, D:
+tokens of the chain, C: candidates of a place, L: tokens of the other chain, at least D, M: all candidates, N: nodes of
+a tree, beside its root.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,8 @@ MAX_CANDIDATES = 8
 
 
 class Tree(NamedTuple):
-    """A tree of each request, in topological order.
-
-    Args:
-        token_ids: [R, N] int32.
-        parents: [R, N] int64: 0 is the root, 1 the first node.
-        is_other: [R, N] bool: whether only the other chain has the node.
-    """
+    """A tree of each request, in topological order: token ids [R, N] int32; parents [R, N] int64, where 0 is the root
+    and 1 the first node; is_other [R, N] bool: whether only the other chain has the node."""
 
     token_ids: torch.Tensor
     parents: torch.Tensor

@@ -1,7 +1,6 @@
 """A trained exit head turns hidden states of an early layer into logits, in place of the model's norm and head.
 
-A folder with `config.json` and `exit_head.safetensors`, made by `python -m vllm_specplugins train-exit-head`. N:
-tokens, H: hidden size, V: vocabulary.
+`python -m vllm_specplugins train-exit-head` makes its folder. N: tokens, H: hidden size, V: vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,14 +13,7 @@ from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadConfig:
-    """The model and layer that a head was trained for.
-
-    Args:
-        exit_layer: how many layers run before it.
-        hidden_size: H.
-        vocab_size: V.
-        rms_norm_eps: of its norm.
-    """
+    """The model and layer that a head was trained for: `exit_layer` layers run before it."""
 
     exit_layer: Count
     hidden_size: Count

@@ -1,7 +1,6 @@
 """The trained part of a jump predicts the state before a late layer of the target, so that no layer before it runs.
 
-A folder with `config.json` and `jump.safetensors`, made by `python -m vllm_specplugins train-jump`. N: tokens, H:
-hidden size, R: inner size.
+`python -m vllm_specplugins train-jump` makes its folder. N: tokens, H: hidden size, R: inner size.
 """
 
 from dataclasses import dataclass
@@ -21,10 +20,6 @@ class JumpHeadConfig:
     Args:
         early_layers: how many of the first layers run for a token before the jump; 0: the jump reads its embedding.
         late_layer: the first layer that runs after the jump; num_layers: none does.
-        num_layers: of the target.
-        hidden_size: H.
-        inner_size: R.
-        rms_norm_eps: of its norm.
     """
 
     early_layers: Count

@@ -1,7 +1,7 @@
 """Look-ahead tokens: trained embeddings stand for draft tokens that are not known yet, so one pass drafts all of them.
 
-Monea et al. 2023, "PaSS: Parallel Speculative Sampling". A folder with `config.json` and `look_ahead.safetensors`, made
-by `python -m vllm_specplugins train-look-ahead`. M: embeddings, H: hidden size.
+Monea et al. 2023, "PaSS: Parallel Speculative Sampling". `python -m vllm_specplugins train-look-ahead` makes their
+folder. M: embeddings, H: hidden size.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,8 @@ from vllm_specplugins.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAheadConfig:
-    """What the embeddings were trained for.
-
-    Args:
-        exit_layer: how many layers they run through.
-        hidden_size: H.
-        num_embeddings: M; the k-th stands for the k-th draft token while the next one is drafted.
-    """
+    """The embeddings run through `exit_layer` layers; the k-th of M stands for the k-th draft token while the next one
+    is drafted."""
 
     exit_layer: Count
     hidden_size: Count

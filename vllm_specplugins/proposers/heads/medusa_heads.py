@@ -2,8 +2,7 @@
 
 Two formats name the same tensors: FasterDecoding's ("0.0.linear.weight", "0.1.weight", or with "medusa_heads." before
 them) and vLLM's ("blocks.0.layers.0.weight", "lm_heads.0.weight", "lm_head.weight" shared by all, "token_map" where the
-heads know a part of the vocabulary). The tensors' names say how many heads and layers there are. M: heads, N: tokens,
-H: hidden size, V: vocabulary, W: tokens that the heads know.
+heads know a part of the vocabulary). M: heads, N: tokens, H: hidden size, V: vocabulary, W: tokens that the heads know.
 """
 
 import re
@@ -37,7 +36,6 @@ class MedusaHeads(TrainedPart):
         layers: weights [M, H, H] and biases [M, 1, H] of each layer, which adds SiLU(linear) to its input.
         head: [M, W, H], [W, H] for all, or None: the target's.
         token_map: [W] int64 the heads' tokens; None: they know all.
-        vocab_size: V.
     """
 
     file, field = FILES[0], "medusa: heads"
@@ -57,11 +55,8 @@ class MedusaHeads(TrainedPart):
     def logits(
         self, hidden_states: torch.Tensor, num_draft: int, target_head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm.
-
-        Args:
-            target_head: for heads that have none.
-        """
+        """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm;
+        `target_head` is for heads that have none."""
         states = hidden_states.expand(num_draft, *hidden_states.shape)
         tensors = iter(self.layers)
         for weight, bias in zip(tensors, tensors, strict=True):
@@ -77,7 +72,7 @@ class MedusaHeads(TrainedPart):
         return whole
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Writes them into a folder, in vLLM's format."""
+        """Writes the heads in vLLM's format."""
         tensors = {} if self.token_map is None else {"token_map": self.token_map}
         for number, stacked in enumerate(self.layers):
             name = f"layers.{number // 2}.{('weight', 'bias')[number % 2]}"
@@ -91,7 +86,6 @@ class MedusaHeads(TrainedPart):
         (folder / self.file).write_bytes(save(tensors))
 
     def like_this(self, folder: str | Path) -> "MedusaHeads":
-        """See TrainedPart.like_this."""
         num_heads, _, hidden_size = self.layers[0].shape
         check_medusa(folder, num_heads=num_heads, hidden_size=hidden_size, vocab_size=self.vocab_size)
         heads = MedusaHeads.load(folder, num_heads, self.vocab_size)

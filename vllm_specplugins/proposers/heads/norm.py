@@ -1,4 +1,4 @@
-"""The final norm of a model, as training needs it: with gradients."""
+"""Measures a model's final norm, which training needs with gradients."""
 
 import math
 from typing import Any
@@ -8,11 +8,8 @@ import torch.nn.functional as F
 
 
 def effective_norm_weight(norm: Any, like: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """[H] float32, the factors of an RMSNorm, measured from outside; None for another kind of norm.
-
-    Args:
-        like: has the device and the dtype of the norm's input.
-    """
+    """[H] float32, the factors of an RMSNorm, measured from outside; None for another kind of norm. `like` has the
+    device and the dtype of the norm's input."""
     if getattr(norm, "weight", None) is None or norm.weight.ndim != 1:
         return None
     size = len(norm.weight)

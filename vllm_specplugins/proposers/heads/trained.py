@@ -1,7 +1,4 @@
-"""A trained part: a module whose folder holds its weights and, but for Medusa's, a `config.json` with its sizes.
-
-A refusal of a folder is one sentence.
-"""
+"""A trained part is a module; its folder holds its weights and, but for Medusa's, a `config.json` with its sizes."""
 
 import json
 from collections.abc import Mapping
@@ -23,12 +20,8 @@ Epsilon = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class TrainedPart(torch.nn.Module):  # type: ignore[misc]
-    """A part in memory, whose parameters need no gradients until it is trained.
-
-    Args:
-        config: the model and the place that it was trained for, a dataclass of numbers.
-        weights: its parameters by name; without any it has their shapes alone.
-    """
+    """A part in memory, whose parameters need no gradients until it is trained. `config` is a dataclass of numbers: the
+    model and the place that it was trained for. Without `weights` it has their shapes alone."""
 
     Config: ClassVar[type]
     file: ClassVar[str]  # of the tensors
@@ -45,11 +38,9 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
             self.load_state_dict(weights, assign=True)
 
     def make_layers(self) -> None:
-        """Sets the layers that the configuration asks for."""
         raise NotImplementedError
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Writes the part into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in self.state_dict().items()}
         # Not `save_file`, whose file other users cannot read.
@@ -109,5 +100,4 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def refuse(cls, folder: str | Path, wanted: str, given: str) -> NoReturn:
-        """Raises ConfigError with the one sentence."""
         raise ConfigError(f"{cls.field} must be {wanted}, not {given} ({folder}).")

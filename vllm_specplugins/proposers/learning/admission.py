@@ -1,11 +1,10 @@
-"""Refuses `learn` where a part cannot be trained while it serves; before an engine loads anything."""
+"""Refuses `learn`, before an engine loads anything, where a part cannot be trained while it serves."""
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead
 
 
 def check_learning(config: SpecConfig, num_layers: int, tensor_parallel_size: int, has_adapters: bool) -> None:
-    """Raises ConfigError unless all parts that shall learn can do so in such an engine."""
     trained = [part.method_config for part in config.parts if getattr(part.method_config, "is_trained", False)]
     cases = {
         "with tree": bool(config.tree),

@@ -26,17 +26,13 @@ class Model(Protocol):
         """Logits [T, V] float32 of states [T, H] after the final norm."""
 
     def passes(self, first: int, num_tokens: int) -> Run:
-        """The layers from `first` on and the final norm, over a row of so many tokens, again and again."""
+        """Runs the layers from `first` on and the final norm, over a row of so many tokens, again and again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One token of each draft of a row; the tokens of one draft have the same index in all guesses.
-
-    Args:
-        logits: [N, V] float32.
-        start: the place in the row after which the model emits the token that the first logits guess.
-    """
+    """One token of each draft of a row; the tokens of one draft have the same index in all guesses. The model emits the
+    token that the first of the `logits` [N, V] float32 guess after the place `start` in the row."""
 
     logits: torch.Tensor
     start: int
@@ -51,12 +47,8 @@ Guesser = Callable[[States, int], Iterator[Guess]]
 
 
 def distil(model: Model, texts: Iterable[States], guesser: Guesser, num_draft: int, num_tokens: int) -> float:
-    """Adds the gradient of the mean loss to the part's gradients; returns the loss, in nats a draft token.
-
-    Args:
-        texts: the states of each row.
-        num_tokens: of all rows.
-    """
+    """Adds the gradient of the mean loss to the part's gradients; returns the loss, in nats a draft token. `texts`
+    gives the states of each row; `num_tokens` counts all rows."""
     total, num_drafted = 0.0, num_tokens * num_draft
     for states in texts:  # one row at a time: its logits, up to num_draft [T, V], take the memory
         with torch.autocast("cuda", torch.bfloat16, enabled=states[-1].device.type == "cuda"):
@@ -87,8 +79,6 @@ def jump_guesser(model: Model, head: JumpHead) -> Guesser:
 
 
 def exit_guesser(model: Model, head: ExitHead) -> Guesser:
-    """Drafts all tokens in the same way."""
-
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         logits = head.logits(states[head.config.exit_layer].float())
         for start in range(min(num_draft, len(logits))):
@@ -115,10 +105,8 @@ GUESSERS: dict[type, Callable[[Any, Any], Guesser]] = {
 
 
 def walk(accept_probs: torch.Tensor) -> tuple[float, float]:
-    """Expected tokens and steps of an engine that begins each step after the tokens of the last one.
-
-    Args:
-        accept_probs: [K, N] of each draft token, if those before it are accepted.
+    """Expected tokens and steps of an engine that begins each step after the tokens of the last one. `accept_probs` are
+    [K, N], of each draft token, if those before it are accepted.
 
     >>> walk(torch.tensor([[1.0, 0.0, 1.0, 0.0]]))  # two tokens, two tokens
     (4.0, 2.0)

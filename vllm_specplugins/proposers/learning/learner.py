@@ -41,15 +41,8 @@ The weights were made from those of the target and from what it was asked: treat
 
 
 class Learner:
-    """See the module.
-
-    Args:
-        part: the serving part; its weights change between steps.
-        source: the folder of the part.
-        end: of the target.
-        num_draft: K.
-        exits: the states that an exit has read; windows then hold them beside the target's.
-    """
+    """Lets `part`, from the folder `source`, learn; its weights change between steps. With `exits`, the states that an
+    exit has read, windows hold these beside the target's."""
 
     def __init__(
         self,
@@ -94,7 +87,7 @@ class Learner:
                 logger.warning("learn: path is begun anew: %s", error)
 
     def begin(self, read: Callable[[], Iterable[Reading]]) -> None:
-        """Learns from what `read` returns: the readings since the last call. The learner's thread calls it."""
+        """Learns from the readings that `read` returns, those since the last call. The learner's thread calls it."""
         self._read, self.is_on = read, True
 
     def rehearse(self) -> None:
@@ -124,7 +117,6 @@ class Learner:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of readings, windows and weights in training."""
         return self.unread_bytes + self._windows.num_bytes + self.trainer.num_bytes
 
     def counts(self) -> dict[str, int]:

@@ -13,11 +13,9 @@ class Stopped(Exception):
 
 
 class Pace:
-    """See the module.
+    """Rests for a share of the time; `busy_share` holds while the engine takes steps, `idle_share` while it takes none.
 
     Args:
-        busy_share, idle_share: of the time, while the engine takes steps and while it takes none.
-        clock: seconds.
         wait: waits for some seconds; returns whether to stop.
         meanwhile: is called before each wait.
     """

@@ -1,7 +1,5 @@
-"""The end of the served model, frozen: the embeddings, the final norm and the head, with gradients.
-
-The engine's operations may have none. T: tokens, H: hidden size, V: vocabulary.
-"""
+"""The end of the served model, frozen: the embeddings, the final norm and the head, with gradients, which the engine's
+operations may lack. T: tokens, H: hidden size, V: vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +18,8 @@ class ServedEnd:
     Args:
         embed: embeddings [T, H] of token ids [T].
         norm_weight: [H] float32, the factors of the final norm.
-        norm_eps: epsilon of the final norm.
         head_weight: [V, H].
         scale, soft_cap: of logits; a soft cap of c makes them c * tanh(logits / c).
-        num_layers: of the target.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
@@ -41,8 +37,6 @@ class ServedEnd:
         return logits * self.scale
 
     def passes(self, first: int, num_tokens: int) -> Run:
-        """See distillation.Model; `first` is num_layers."""
-
         def run(states: torch.Tensor, step: int = 0) -> torch.Tensor:
             return F.rms_norm(states.float(), self.norm_weight.shape, self.norm_weight, self.norm_eps)
 

@@ -1,7 +1,5 @@
-"""Trains a copy of a serving part on windows of the traffic, tests it, and chooses the weights that serve.
-
-Training is that of `train-*` (distillation.py). The candidate is the running mean of the trained weights.
-"""
+"""Trains a copy of a serving part on windows of the traffic (distillation.py), tests it, and chooses the weights that
+serve. The candidate is the running mean of the trained weights."""
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -26,13 +24,7 @@ LEARNING_RATE, MEAN_DECAY = 1e-3, 0.95
 
 
 class Trainer:
-    """See the module.
-
-    Args:
-        loaded: the part that the engine started with.
-        serving: the part that serves.
-        promote: gets the weights that serve from the next step on.
-    """
+    """Trains from `loaded`, with which the engine started; `promote` gets weights that serve from the next step on."""
 
     def __init__(
         self,
@@ -69,7 +61,6 @@ class Trainer:
         return GUESSERS[type(part)](self._model, part)
 
     def round(self) -> None:
-        """Takes some steps and tests, if there are enough windows; otherwise pauses."""
         has_test = self._windows.count(is_held_out=True) >= MIN_WINDOWS
         has_new = self._num_trained < PASSES * self._windows.num_closed
         if not (has_test and has_new and self._windows.count(is_held_out=False) >= STEP_WINDOWS):
@@ -125,7 +116,6 @@ class Trainer:
         self.lengths = {"loaded": float(lengths["loaded"].mean()), "serving": float(lengths[serves].mean())}
 
     def _lengths(self, parts: dict[str, Part]) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
-        """The expected acceptance length of each part by window, and the windows' tenants."""
         windows = self._windows.sample(True, TESTED_WINDOWS, self._random)
         lengths: dict[str, list[float]] = {name: [] for name in parts}
         for window in windows:

@@ -57,14 +57,12 @@ class ExitStates:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the target read and emitted at T places in a row.
+    """The tokens that the target read and emitted at T places in a row.
 
     Args:
         states: [T, H] after the final norm, or [T, 2 H]: an exit's, then these.
         token_ids: [T] int64 that were read.
         next_ids: [T] int64 that were emitted after each.
-        temperature: of the request.
-        tenant: of the request.
     """
 
     states: torch.Tensor
@@ -87,12 +85,8 @@ class _Slot:
 
 class Windows:
     """Fills windows from readings. A new window takes the oldest one of the tenant with the largest number, so a tenant
-    that floods the engine takes no more than its part. A request with the option `learn` false leaves nothing.
-
-    Args:
-        max_bytes: of states.
-        min_length: windows with fewer tokens are dropped.
-    """
+    that floods the engine takes no more than its part. A request with the option `learn` false leaves nothing. States
+    take about `max_bytes`; windows with fewer than `min_length` tokens are dropped."""
 
     def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype, min_length: int):
         num_rows = min(MAX_WINDOWS, max(8, max_bytes // (LENGTH * hidden_size * dtype.itemsize)))
@@ -110,7 +104,6 @@ class Windows:
         return size
 
     def add(self, reading: Reading) -> None:
-        """Enters what was read in a step."""
         for request_id in reading.gone:
             self._close(request_id)
         at: list[tuple[int, int, int]] = []  # row of states, place, row of the reading
@@ -146,7 +139,7 @@ class Windows:
         return Window(states, token_ids[:-1], token_ids[1:], slot.temperature, slot.tenant)
 
     def _slot_for(self, reading: Reading, owner: int, position: int, token_id: int) -> _Slot | None:
-        """The slot that a token is entered in; None: it is dropped."""
+        """Returns None for a token that is dropped."""
         options, request_id = reading.options[owner], reading.request_ids[owner]
         if options.get("learn", True) is not True:
             return None
@@ -160,7 +153,7 @@ class Windows:
         return slot
 
     def _take_row(self, is_held_out: bool, tenant: int) -> int | None:
-        """A row for a new window of a tenant; None while all windows are open."""
+        """Returns None while all windows are open."""
         finished = self._finished[is_held_out]
         if self._free[is_held_out]:
             return self._free[is_held_out].pop()

@@ -1,7 +1,7 @@
 """Two forms of questions and answers: token ids, where the drafter has the target's tokenizer, or text.
 
-Text is held as bytes, since a token may end within a character. A draft tokenizes it with the target's tokenizer from
-the end of the history on, where both tokenizers agree; history that is spelt in other tokens still agrees as text.
+Text is bytes, since a token may end within a character. A draft tokenizes it with the target's tokenizer from the end
+of the history on, where both tokenizers agree; history that is spelt in other tokens still agrees as text.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,6 @@ class TokenIds:
         self._vocab_size = vocab_size
 
     def guess_of(self, token_ids: Int32Array) -> Guess:
-        """Tokens of a history in this form."""
         return tuple(token_ids.tolist())
 
     def unfinished(self, token_ids: Int32Array) -> Guess:
@@ -41,7 +40,7 @@ class TokenIds:
         return ()
 
     def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
-        """For a drafter that takes at most so many tokens, with ids in [0, vocab_size)."""
+        """Returns a prompt for a drafter that takes at most `max_tokens` tokens, with ids in [0, vocab_size)."""
         places = range(len(guess), 0, -1)
         begin = next((place for place in places if guess[place - 1] >= vocab_size), 0)
         return list(newest(guess[begin:], max_tokens))
@@ -54,11 +53,10 @@ class TokenIds:
         return tuple(tokens)
 
     def num_tokens(self, guess: Guess) -> int:
-        """About how many they are."""
+        """Counts tokens; of a text it is an estimate."""
         return len(guess)
 
     def draft(self, guess: Guess, limit: int) -> list[int]:
-        """The first tokens, at most `limit`."""
         return list(guess[:limit])
 
 

@@ -1,7 +1,7 @@
 """Remote: a model behind another server drafts ahead of verification, and no step waits for it.
 
-A history proposer. Each request has one question under way, which continues the history and the guess of earlier
-answers. A late answer is compared with the tokens emitted since, and its rest is drafted.
+Each request has one question under way, which continues the history and the guess of earlier answers. A late answer is
+compared with the tokens emitted since, and its rest is drafted.
 """
 
 from collections import deque
@@ -55,7 +55,6 @@ class Remote(Proposer):
         self._counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The guess of each request after its history."""
         self._room = MAX_ASKED
         drafts = [self._draft(*each) for each in zip(batch.request_ids, batch.token_ids, batch.max_num_draft)]  # noqa: B905
         num_draft = np.array([len(draft) for draft in drafts], np.int32)
@@ -65,7 +64,6 @@ class Remote(Proposer):
         return Draft(token_ids, num_draft)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Cancels the questions of these requests."""
         for request_id in request_ids:
             if request_id in self._requests:
                 self._drop(self._requests.pop(request_id))
@@ -75,7 +73,6 @@ class Remote(Proposer):
         return self._counts
 
     def close(self) -> None:
-        """Ends the thread."""
         self._server.close()
 
     def _draft(self, request_id: str, text: Int32Array, limit: int) -> list[int]:

@@ -55,7 +55,6 @@ class Server:
         return asyncio.run_coroutine_threadsafe(self._answer(text, guess, num_tokens, pieces), self._loop)
 
     def close(self) -> None:
-        """Cancels all questions and ends the thread."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(1.0)
 
@@ -118,7 +117,7 @@ class Server:
                 self._has_limits = True
 
     async def _ask_max_model_len(self) -> int:
-        """The drafter's max_model_len, in the list of models as vLLM and others give it."""
+        """Reads the drafter's max_model_len in the list of models, where vLLM and others give it."""
         try:
             async with self._session.get(self._base + "/models", allow_redirects=False) as response:
                 models = json.loads(b"".join([line async for line in _lines(response, LIST_LINES)]))
