@@ -7,7 +7,7 @@ from llguidance.hf import from_tokenizer
 
 
 def byte_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
-    """llguidance's tokenizer for one of vLLM's, which may know fewer tokens than the model; ValueError: a slow one."""
+    """llguidance's tokenizer for one of vLLM's, which may have fewer tokens than the model; ValueError: a slow one."""
     of_mistral = getattr(tokenizer, "llg_tokenizer", None)
     return of_mistral or from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 

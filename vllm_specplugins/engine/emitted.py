@@ -1,10 +1,7 @@
-"""Counts the tokens that requests emit, in our schedulers.
-
-A request may end within a draft, at an end token or by an abort. The worker has counted the rest of the draft as
-accepted, but vLLM's scheduler drops it. The scheduler therefore counts emitted tokens, corrects the metrics reports
-that pass through it, and sends the totals to the worker for its logs. It subtracts a dropped token from the stage with
-the largest count at that position.
-"""
+"""Counts the tokens that requests emit, in our schedulers. A request may end within a draft, at an end token or by an
+abort: the worker has counted the rest of the draft as accepted, but vLLM's scheduler drops it. The scheduler therefore
+corrects the metrics reports that pass through it, and sends the totals to the worker for its logs. It subtracts a
+dropped token from the stage with the largest count at that position."""
 
 from collections import Counter
 from typing import Any
@@ -49,7 +46,6 @@ class CountsEmitted:
         return outputs
 
     def _drop(self, outputs: Any, rows: dict[str, int], num_sampled: list[int]) -> None:
-        """Counts tokens that were sampled and not emitted."""
         all_outputs = (core_output for engine_outputs in outputs.values() for core_output in engine_outputs.outputs)
         emitted = {core_output.request_id: len(core_output.new_token_ids) for core_output in all_outputs}
         for request_id, row in rows.items():

@@ -12,7 +12,6 @@ from vllm_specplugins.config import ConfigError
 
 @contextmanager
 def sentence_instead_of_traceback() -> Iterator[None]:
-    """Prints a ConfigError that ends the program without its traceback."""
     try:
         yield
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Calls functions of ours beside vLLM's, or for a while in their place."""
+"""Calls our functions beside vLLM's, or temporarily in their place."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -7,8 +7,6 @@ from typing import Any
 
 
 def both(first: Any, second: Any) -> Any:
-    """A function that calls both with the same arguments."""
-
     def call(*args: Any, **kwargs: Any) -> None:
         first(*args, **kwargs)
         second(*args, **kwargs)
@@ -17,7 +15,7 @@ def both(first: Any, second: Any) -> Any:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a method of vLLM by a call of `around`, with the method as the first argument; once per process."""
+    """Makes a method of vLLM call `around`, with the method as the first argument; once per process."""
     original = getattr(owner, name)
     if getattr(original, "around", None) == around:  # bound methods are equal, never the same
         return

@@ -1,4 +1,4 @@
-"""Parts that learn while they serve: their learner, and the end of the target as training needs it."""
+"""Parts that learn while they serve: their learner, and the end of the target that training needs."""
 
 import logging
 from dataclasses import replace
@@ -21,7 +21,7 @@ _TOLERANCE = 0.03  # of the largest logit
 
 
 def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner | None:
-    """The learner of the proposer, or of a stage of a cascade, for a target that is loaded; None: nothing learns."""
+    """The learner of the proposer, or of a stage of a cascade, for a loaded target; None: nothing learns."""
     stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
     learning = (stage for _, stage in stages if isinstance(stage, ModelProposer) and stage.config.is_trained)
     if (stage := next(learning, None)) is None:

@@ -8,7 +8,7 @@ from vllm_specplugins.request_options import Options, draft_limit
 
 
 class RequestLimits(NamedTuple):
-    """See the module.
+    """The limits of a request's drafts.
 
     Args:
         options: as the front end resolved them; empty where the request has none.
@@ -20,11 +20,10 @@ class RequestLimits(NamedTuple):
 
     @classmethod
     def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int) -> "RequestLimits":
-        """The limits of a request with these sampling parameters."""
         return cls(request_options(params), length_limit(params, num_prompt_tokens, max_model_len))
 
     def frozen(self) -> "RequestLimits":
-        """The same limits with a copy of the options that a proposer cannot write to."""
+        """Copies the limits, with options that a proposer cannot write to."""
         return self._replace(options=frozen(self.options))
 
     def max_draft_tokens(self, num_tokens: int, max_num_draft: int) -> int:

@@ -1,8 +1,6 @@
-"""vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
-
-Names of vLLM's modules are replaced only while a runner is built; other functions are set on that runner. Patches of
-vLLM that stay have the kind "patch" in vllm_api/replaced.toml.
-"""
+"""vLLM's workers with our proposer in their model runner, the classes that `worker_cls` names. Names in vLLM's modules
+are replaced only while a runner is built; other functions are set on that runner. Lasting patches of vLLM have the kind
+"patch" in vllm_api/replaced.toml."""
 
 import logging
 from dataclasses import asdict, replace
@@ -29,7 +27,7 @@ _BASES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Makes GPUWorker or CPUWorker at their first use, as their bases can be imported on one platform each."""
+    """Creates GPUWorker or CPUWorker at first use, since their bases can be imported on one platform each."""
     if name not in _BASES:
         raise AttributeError(name)
     module, base = _BASES[name]
@@ -39,8 +37,6 @@ def __getattr__(name: str) -> Any:
 
 
 class _WithProposer:
-    """Mixin over a worker of vLLM's."""
-
     vllm_config: "VllmConfig"
     use_v2_model_runner: bool
     model_runner: Any
@@ -115,13 +111,12 @@ class _WithProposer:
         return asdict(self._barrier.net_totals())
 
     def specplugins_paused(self, ms: float) -> None:
-        """Takes a pause of the engine off the step times of a gate, for `LLM.collective_rpc`."""
+        """Subtracts a pause of the engine from the step times of a gate, for `LLM.collective_rpc`."""
         self._barrier.paused_ms += ms
 
     def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:
         """The sizes of the stores of earlier outputs, by stage, after the action "reset", "save" or "stats" (none), for
-        `LLM.collective_rpc("specplugins_store", args=("reset",))`. ValueError: another action.
-        """
+        `LLM.collective_rpc("specplugins_store", args=("reset",))`. Raises ValueError for another action."""
         if action not in ("stats", "reset", "save"):
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
         self._barrier.settle()
@@ -137,7 +132,7 @@ class _WithProposer:
 
 
 def gives_output() -> bool:
-    """Whether this rank returns a step's output to vLLM. It drafts for the others, and saves."""
+    """Whether this rank returns a step's output to vLLM. Such a rank drafts for the others, and saves."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pp_group = get_pp_group()
@@ -145,7 +140,7 @@ def gives_output() -> bool:
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) -> FaultBarrier:
-    """The proposer behind its fault barrier. `build` is that of a speculator that drafts on the device."""
+    """The proposer behind its fault barrier. `build` belongs to a speculator that drafts on the device."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     if not speculative_config.plan.on_device:
@@ -162,7 +157,6 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
 
 
 def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
-    """The facts of this engine for proposers."""
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.tokenizers import cached_tokenizer_from_config
 

@@ -1,1 +1,1 @@
-"""Adaptive verification: vLLM trims drafts on the device. Where it can (`conditions.py`), and by what (`budget.py`)."""
+"""Adaptive verification on the device: `trimming.py` enables vLLM's, `budget.py` chooses the number of draft tokens."""

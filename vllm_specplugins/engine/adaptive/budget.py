@@ -1,9 +1,9 @@
-"""Model Runner V2: the number of draft tokens that a step verifies, in the place of vLLM's adaptive verification.
+"""Model Runner V2: the number of draft tokens that a step verifies, in place of vLLM's adaptive verification.
 
 The host chooses the number with the best rate of tokens per ms, from acceptance probabilities that are a step old,
-vLLM's tables of step times and the prices of context (prices.py). The device shares it out by the newest probabilities,
-in one launch (kernels/budget); where verifying all drafts costs about nothing, no kernel runs. S: slots of requests, K:
-max draft tokens.
+vLLM's tables of step times and the prices of context (prices.py). The device distributes it by the newest probabilities
+in one launch (kernels/budget), or in none where verifying all drafts costs about nothing. S: slots of requests, K: max
+draft tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,8 @@ DECAY = 0.8  # per step after one without a match, of a request's mean survival
 
 
 class AcceptProbs(NamedTuple):
-    """The acceptance probability of each token of the newest drafts, [S + 1, K] float32: on the device, where the host
-    reads it, and the host's view, which may be a step older, or newer in part."""
+    """The acceptance probability of each token of the newest drafts, [S + 1, K] float32: on the device, in memory that
+    the host reads, and as the host's view, which may be a step older, or newer in part."""
 
     newest: torch.Tensor
     mapped: torch.Tensor
@@ -36,7 +36,7 @@ class AcceptProbs(NamedTuple):
 
 
 def new_accept_probs(num_slots: int, max_num_draft: int, device: torch.device) -> AcceptProbs | None:
-    """None where ranks might read different ones and so run different graphs: there vLLM copies them after an event."""
+    """None where ranks might read different values and run different graphs; vLLM copies those after an event."""
     shape = num_slots + 1, max_num_draft
     newest = torch.ones(shape, dtype=torch.float32, device=device)
     if get_tp_group().world_size > 1 or not buffer_utils.is_uva_available():
@@ -59,11 +59,9 @@ def best_budget(
     token_ms: float,  # of a draft token beside that
     limit: int,
 ) -> int:
-    """The number of draft tokens, beside `num_fixed` others, with the best rate of tokens per ms.
-
-    A lookup without a match has probability 0. So that the first match after that gets a budget, a request also scores
-    by the mean of its matches in the step after one without.
-    """
+    """The number of draft tokens, beside `num_fixed` others, with the best rate of tokens per ms. A lookup without a
+    match has probability 0. A request therefore also scores by the mean of its matches in steps after one without a
+    match, so that the first match gets a budget."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         survival, had = 1.0, had_none[slot]
@@ -89,12 +87,11 @@ def best_budget(
 
 
 class Budget:
-    """Methods of vLLM's manager.
+    """Implements the methods of vLLM's manager.
 
     Args:
         accept_probs: None: vLLM's.
-        implementation: of kernels/budget.
-        edits_any: whether one of these slots, [R], asks for edits of its logits, of which a step holds a copy.
+        edits_any: whether one of these slots, [R], asks for edits of its logits; a step copies the logits for them.
         max_model_len: the longest context; 0: only vLLM's table prices contexts.
 
     Attributes:
@@ -143,7 +140,6 @@ class Budget:
             self._probs.host[slot] = 1.0
 
     def get_num_tokens(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> int:
-        """The number of tokens that a step runs, by its tokens and drafts by request."""
         num_reqs, total = len(num_tokens), sum(num_tokens.values())
         num_drafts = [len(drafts.get(request_id, ())) for request_id in num_tokens]
         budget = sum(num_drafts)
@@ -167,7 +163,7 @@ class Budget:
         return num_fixed + budget
 
     def _context_of(self, num_tokens: Mapping[str, int]) -> float:
-        """The mean context of a request, in tokens; of this batch, or of a recent one of as many requests."""
+        """The mean context per request, in tokens, of this batch or of a recent one with as many requests."""
         num_reqs, age, context = self._context
         if num_reqs != len(num_tokens) or age >= LOOKS_EVERY:
             age, context = 0, float(self._req_states.num_computed_tokens_np[self._slots(num_tokens)].mean())
@@ -194,16 +190,15 @@ class Budget:
         return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, *costs))
 
     def _slots(self, request_ids: Mapping[str, int]) -> Any:
-        """[R] int64."""
         return np.fromiter(map(self._req_states.req_id_to_index.__getitem__, request_ids), np.int64, len(request_ids))
 
     def compact_batch(self, num_drafts: Any, num_tokens: Any, cu_num_logits: Any) -> Any:
-        """As vLLM's; the batch's counts stay for `reallocate_drafts`."""
+        """Returns vLLM's result; `reallocate_drafts` uses the batch's counts."""
         self._counts = num_drafts, num_tokens, cu_num_logits
         return self._compact(num_drafts, num_tokens, cu_num_logits)
 
     def reallocate_drafts(self, request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        """Where the rows' logits and tokens begin, and the draft tokens in all."""
+        """Returns where the rows' logits and tokens begin, and the total of draft tokens."""
         num_reqs, layout, (num_drafts, num_tokens, starts) = len(request_ids), self._layout, self._counts
         # vLLM 0.33 also returns the admitted numbers, where sampling is sharded by batch: then nothing is trimmed.
         more = (None,) if hasattr(self._manager, "_copy_admitted_drafts_to_host") else ()
@@ -231,7 +226,6 @@ class Budget:
         return self._uploaded[num_reqs, num_draft]
 
     def _uniform_starts(self, num_reqs: int) -> torch.Tensor:
-        """[R + 1], where the logits of each request begin."""
         width = 1 + self._uniform
         if width not in self._uploaded:
             ends = len(self._had_none) * width + 1

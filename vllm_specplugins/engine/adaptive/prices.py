@@ -1,10 +1,9 @@
 """Model Runner V2: the time that a draft token takes, measured in vLLM's profile at a start.
 
-vLLM times requests of one token with 8,192 tokens of context each, so that its table of costs prices a draft token as
-one more request. But a draft token reads no keys and values that its request's newest token does not read. So the
-table's batches have no context here, and four more batches measure the time that a context adds to each request, which
-reads it, and to each draft token, which attends to it. VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN leaves vLLM's
-table as it is.
+vLLM's profile times requests of one token with 8,192 tokens of context each, so its table prices a draft token as one
+more request. But a draft token reads no keys and values beyond its request's newest token. The table's batches
+therefore have no context here, and four more batches measure the time that a context adds per request, which reads it,
+and per draft token, which attends to it. VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN turns this off.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +18,15 @@ _REPLAYS = 5  # of each batch; their median counts
 
 
 class Prices(NamedTuple):
-    """Milliseconds per token of context: of a request that reads it, of a draft token that attends to it."""
+    """Milliseconds per token of context: of a request that reads it, and of a draft token that attends to it."""
 
     read_ms: float = 0.0
     attend_ms: float = 0.0
 
 
 def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], None]) -> None:
-    """Has vLLM's profile measure prices, too, and calls `use` with them; all ranks get the same ones.
-
-    Args:
-        manager: vLLM's, of adaptive verification.
-    """
+    """Makes vLLM's profile measure prices and calls `use` with them; all ranks get the same ones. `manager` is vLLM's,
+    of adaptive verification."""
     if envs.is_set(_CONTEXT_LEN):
         return
     theirs, set_theirs = manager.batches_to_profile, manager.set_initial_cost_curves
@@ -56,7 +52,7 @@ def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], Non
 
 
 def _prices(samples: Sequence[Sequence[Any]], context_len: int) -> Prices:
-    """From samples of requests of one token and of requests with drafts, each without a context and with one."""
+    """Fits samples of requests of one token and of requests with drafts, each without a context and with one."""
     one, with_one, drafts, with_drafts = (float(np.median([sample.forward_ms for sample in each])) for each in samples)
     (one_reqs, _), (num_reqs, num_tokens) = ((sample.num_reqs, sample.num_target_tokens) for sample, *_ in samples[::2])
     length = max(1, context_len)

@@ -1,7 +1,6 @@
 """vLLM's adaptive verification trims drafts on the device, where their true lengths are known, under asynchronous
-scheduling, too. The speculator gives each draft token an acceptance probability (0 without a match), and vLLM verifies
-those that are worth their cost. Without it the scheduler plans a draft's length from the last one (v2/scheduler.py).
-"""
+scheduling, too: it verifies draft tokens with an acceptance probability (0 without a match) that is worth their cost.
+Without it the scheduler plans a draft's length from the last one (v2/scheduler.py)."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +15,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Callable[..., Any]:
-    """vLLM's factory of its adaptive verification, called when the attention backends are known; if a backend cannot
+    """Wraps vLLM's factory of adaptive verification, called when the attention backends are known: if a backend cannot
     trim drafts, the engine plans their lengths instead of ending."""
 
     @wraps(create)
@@ -47,8 +46,8 @@ def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Call
 
 
 def _record_plain_steps(runner: Any) -> None:
-    """Has vLLM record graphs of one token a request, for steps that draft nothing, beside those of K + 1. vLLM reads
-    lengths by number of requests, of which there must be two, or more for a tree's chains; our scheduler chooses."""
+    """Makes vLLM also record graphs of one token per request, for steps that draft nothing. vLLM reads lengths by
+    number of requests, of which there must be two, or more for a tree's chains; our scheduler chooses."""
     config = runner.speculative_config
     if config.plan.scheduler_chooses and runner.max_num_reqs > 1:
         max_num_draft, chain = runner.num_speculative_steps, config.plugin_config.longest_chain

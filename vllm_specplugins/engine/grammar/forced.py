@@ -1,11 +1,10 @@
 """Forced tokens: if a grammar allows a single text next, the tokens with which the model would write it.
 
 xgrammar allows any tokens that spell the text, and a model often prefers short ones. The draft repeats the tokens with
-which a request of the tenant last wrote the text, or else uses the tokenizer's. It omits the last token if the grammar
-allows a longer token with the same beginning. Verification rejects wrong tokens as in any draft.
-
-A client writes the grammar, and its text may be endless. Reading stops at the draft's length and at a time budget,
-which also covers vLLM's masks, one per draft token. A request with a slower grammar gets no more forced tokens.
+which a request of the tenant last wrote the text, or else uses the tokenizer's; it omits the last token if the grammar
+allows a longer one with the same beginning. A client's grammar may force an endless text, so reading stops at the
+draft's length and at a time budget, which also covers vLLM's masks, one per draft token. A request with a slower
+grammar gets no more forced tokens.
 """
 
 import logging
@@ -41,7 +40,7 @@ _PROBES = b"a", b"b", b"A", b"0", b"1", b" ", b"\xe4", b"\xe5"
 
 @dataclass(slots=True)
 class _Notes:
-    """The forced text that a request is writing, from its token `start` on."""
+    """The forced text that a request is writing since its token `start`."""
 
     start: int = 0
     text: bytes = b""
@@ -56,7 +55,7 @@ class ForcedTokens:
     Args:
         tokenizer: the model's, a fast one.
         vocab_size: the model's, which may exceed the tokenizer's.
-        new_bitmask: makes vLLM's bitmask of one row, once there is a grammar.
+        new_bitmask: creates vLLM's bitmask of one row, once there is a grammar.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, new_bitmask: Callable[[], Any]):
@@ -67,11 +66,8 @@ class ForcedTokens:
         self._written: dict[tuple[str | None, bytes], array[int]] = {}  # (tenant, text) -> its last tokens
 
     def after(self, grammar: Any, draft: Sequence[int], max_num: int, request: Any) -> list[int]:
-        """Returns at most `max_num` forced tokens after a draft that the grammar allows; restores the grammar's state.
-
-        Args:
-            request: vLLM's request of the draft.
-        """
+        """Returns at most `max_num` forced tokens after a draft that the grammar allows, and restores the grammar's
+        state. `request` is vLLM's."""
         if type(grammar) not in (XgrammarGrammar, GuidanceGrammar):
             self._refuse(type(grammar))
             return []
@@ -107,10 +103,8 @@ class ForcedTokens:
         return tokens[:-1] if self._vocabulary.can_extend(cursor.mask(), tokens[-1]) else tokens
 
     def _xgrammar_text(self, cursor: "_Cursor", max_num: int) -> bytes:
-        """The text forced from here on, read token by token.
-
-        `find_jump_forward_string` is unbounded, so it is called only if a choice limits the text.
-        """
+        """Reads the text forced from here on, token by token. `find_jump_forward_string` is unbounded, so it is called
+        only if a choice limits the text."""
         matcher, start, deadline = cursor.grammar.matcher, cursor.num_read, time.thread_time() + READ_S
         tokens, is_choice = list[int](), False
         while len(tokens) <= max_num and time.thread_time() < deadline and not is_choice:
@@ -156,7 +150,6 @@ class ForcedTokens:
                 del self._written[next(iter(self._written))]
 
     def _refuse(self, kind: type) -> None:
-        """Logs once that a backend is not supported."""
         if kind not in self._unknown:
             self._unknown.add(kind)
             name = kind.__name__.removesuffix("Grammar")
@@ -166,11 +159,7 @@ class ForcedTokens:
 
 
 class _Cursor:
-    """Advances a grammar over tokens and rolls it back.
-
-    Args:
-        bitmask: a buffer, [1, vocab_size / 32] int32.
-    """
+    """Advances a grammar over tokens and rolls it back. `bitmask` is a buffer, [1, vocab_size / 32] int32."""
 
     def __init__(self, grammar: Any, bitmask: Any):
         self.grammar, self.num_read, self._bitmask = grammar, 0, bitmask
@@ -194,8 +183,8 @@ class _Cursor:
 
 
 def _guidance_text(cursor: _Cursor, max_num: int) -> tuple[bytes, int]:
-    """The forced text, which llguidance bounds, and a draft length with masks within the time budget: the time of a
-    mask grows with the text."""
+    """The forced text, which llguidance bounds, and a draft length with masks within the time budget, since the time of
+    a mask grows with the text."""
     if text := cursor.grammar.ll_matcher.compute_ff_bytes():
         cursor.mask()  # the first mask builds a part of the lexer
         began = time.thread_time()

@@ -1,8 +1,6 @@
-"""A scheduler that extends drafts by forced tokens, after their end or after the grammar cut them.
-
-Grammars live in the scheduler's process, and a synchronous scheduler knows the drafts. It adds no tokens before the
-grammar applies (reasoning), beyond a request's options, or if the request can verify one position only.
-"""
+"""A scheduler that extends drafts by forced tokens, after their end or after the grammar cut them: grammars live in the
+scheduler's process, and a synchronous scheduler has the drafts. It adds no tokens before the grammar applies
+(reasoning), beyond a request's options, or if the request can verify only one position."""
 
 import logging
 from typing import Any
@@ -59,7 +57,6 @@ class GrammarScheduler(CountsEmitted, Scheduler):
                 self._extend(self._forced, request, max_num)
 
     def _extend(self, forced: ForcedTokens, request: Any, max_num: int) -> None:
-        """Appends at most `max_num` forced tokens to a request's draft."""
         draft = request.spec_token_ids
         start, constrained = self.structured_output_manager._get_constraint_bounds(request, draft)
         limits = RequestLimits.of(request.sampling_params, request.num_prompt_tokens, self.max_model_len)

@@ -14,11 +14,7 @@ _SPECIAL = b"\xff"  # begins no text in UTF-8
 
 
 class Vocabulary:
-    """The bytes of all tokens.
-
-    Args:
-        codec: llguidance's tokenizer. Special tokens are never forced.
-    """
+    """The bytes of all tokens, from llguidance's tokenizer. Special tokens are never forced."""
 
     def __init__(self, codec: Any):
         texts = [
@@ -30,7 +26,6 @@ class Vocabulary:
         self._num_bytes = np.array([len(text) for text in texts])
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of these tokens."""
         return b"".join(self._texts[self._ranks[token]] for token in tokens)
 
     def ends(self, tokens: Sequence[int]) -> Ints:
@@ -38,11 +33,9 @@ class Vocabulary:
         return self._num_bytes[list(tokens)].cumsum()
 
     def forced(self, bitmask: Any) -> int | None:
-        """The longest token with a text that must come next; it may also be written as several tokens.
-
-        Every other allowed token is a prefix of it, or has it as a prefix. None: the mask allows a choice or the end;
-        NO_TOKEN: the mask allows no token.
-        """
+        """The longest token with a text that must come next: every other allowed token is a prefix of it, or has it as
+        a prefix. The text may also be written as several tokens. None: the mask allows a choice or the end; NO_TOKEN:
+        it allows no token."""
         ranks = np.sort(self._allowed(bitmask))
         if not len(ranks):
             return NO_TOKEN

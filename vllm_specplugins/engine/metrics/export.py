@@ -1,9 +1,6 @@
-"""Exports the workers' reports: in the front end on vLLM's /metrics and in `LLM.get_metrics()`, or on a port of a
-worker, if we cannot extend the front end.
-
-The metrics use vLLM's classes (prometheus_client's, or Ray's). Counters only grow, so several API servers may each get
-the reports of some steps.
-"""
+"""Exports the workers' reports, from the front end on vLLM's /metrics and in `LLM.get_metrics()`, or else on a port of
+a worker. The metrics use vLLM's classes (prometheus_client's, or Ray's). Counters only grow, so several API servers may
+each get the reports of some steps."""
 
 import logging
 import os
@@ -28,12 +25,8 @@ _VERBS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 
 class Exporter:
-    """The metrics of a front end.
-
-    Args:
-        vllm_config: names the method.
-        vllm_logger: vLLM's logger, or an object with its metric classes and labels.
-    """
+    """The metrics of a front end. `vllm_config` gives the method's name; `vllm_logger` is vLLM's logger, or an object
+    with its metric classes and labels."""
 
     def __init__(self, vllm_config: VllmConfig, vllm_logger: Any):
         config = vllm_config.speculative_config.plugin_config
@@ -58,7 +51,6 @@ class Exporter:
             self._has_failed = True
 
     def _of(self, engine: int, series: str) -> Callable[[float], None]:
-        """Returns the function that adds a value to a series."""
         if (engine, series) not in self._series:
             name, *labels = series.split(SEPARATOR)
             metric, verb = self._metrics[name]

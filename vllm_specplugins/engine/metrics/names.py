@@ -1,8 +1,6 @@
-"""The table of exported metrics. Knows neither vLLM nor prometheus_client.
-
-Each has vLLM's labels `model_name` and `engine`, `method`, and further labels. A stage is named "index method", for
-example "0 prompt_lookup"; a single method is stage 0.
-"""
+"""The table of exported metrics, independent of vLLM and prometheus_client. Each metric has vLLM's labels `model_name`
+and `engine`, `method`, and further labels. A stage is named "index method", for example "0 prompt_lookup"; a single
+method is stage 0."""
 
 from dataclasses import dataclass
 from functools import cache

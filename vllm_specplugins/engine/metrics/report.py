@@ -1,8 +1,5 @@
-"""Reports the worker's counts since the last report to the front end.
-
-A report is a small dictionary, which vLLM carries as `ECConnectorStats` of a step's output through the scheduler to the
-front end. With an encoder-cache connector that field is in use, and nothing is exported.
-"""
+"""Reports the worker's counts since the last report to the front end. vLLM carries a report, a small dictionary, as
+`ECConnectorStats` of a step's output. With an encoder-cache connector that field is in use, and nothing is exported."""
 
 import copy
 import logging
@@ -43,7 +40,7 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
 
 
 class Reporter:
-    """The reports of a worker from the counters of its barrier; `show`, if given, takes them instead of vLLM."""
+    """Reports the counters of a worker's barrier; `show`, if given, takes the reports instead of vLLM."""
 
     def __init__(self, barrier: FaultBarrier, method: str, clock: Clock = time.perf_counter, show: Show = None):
         self._barrier = barrier
@@ -69,10 +66,8 @@ class Reporter:
         self._shown = {}
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
-        """Adds a report to a step's output if one is due. A failure here reaches no request.
-
-        `output` may be shared by all steps, or hold one that arrives later; is_last: no step follows for a while.
-        """
+        """Adds a report to a step's output if one is due. A failure here reaches no request. `output` may be shared by
+        all steps, or hold one that arrives later; with `is_last` no step follows for a while."""
         if self._has_failed:
             return output
         try:
@@ -112,7 +107,6 @@ class Reporter:
             self._observed[series].append(value)
 
     def _time_step(self, counters: Counters) -> None:
-        """Observes the step's drafting time by stage and in total, if a request wanted drafts."""
         counters.whole.ms = counters.propose_ms
         stages = self._stages(counters)
         taken = {key("draft_seconds", stage): (counts.ms, counts.asked) for stage, counts in stages.items()}
@@ -124,7 +118,7 @@ class Reporter:
         self._taken = taken
 
     def _report(self, counters: Counters) -> dict[str, Any]:
-        """Counters as increments, gauges as values, histograms as lists of observations."""
+        """Returns counters as increments, gauges as values, histograms as lists of observations."""
         self.forget(())
         now = defaultdict[str, float](int)
         for series, total in self._counts(counters):
@@ -144,7 +138,6 @@ class Reporter:
         return report
 
     def _counts(self, counters: Counters) -> Iterator[tuple[str, float]]:
-        """Yields series and totals of the stages and of the method's faults; a single stage has both."""
         if self._show is not None and self._barrier.emitted is not None:  # no scheduler sees this report
             yield key("steps"), self._barrier.emitted[0]
         for length, count in enumerate(counters.draft_lengths):
@@ -168,7 +161,7 @@ class Reporter:
                 yield key("learned", name, label), count
 
     def _sizes(self) -> Iterator[tuple[str, float]]:
-        """Yields the gauges of our stages and of a step; never calls a user's code."""
+        """Yields the gauges of our stages and of a step, without a call of a user's code."""
         for part, seconds in self._barrier.budget.costs().items() if self._barrier.budget else ():
             yield key("step_cost_seconds", part), seconds
         for name, stage in stages_of(self._barrier.proposer, self.method):

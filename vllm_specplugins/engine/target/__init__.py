@@ -1,7 +1,3 @@
-"""The layers of the served model as callables.
-
-A shallow copy of the decoder body with another `start_layer` and `end_layer` shares weights, attention layers and KV
-pages (`layers.py`). A body can be cut where it runs `layers` in order and then `norm`: `model_source.py` reads this
-from vLLM's source before an engine starts. Where vLLM compiles the target, `compiled.py` compiles each cut.
-`admission.py` refuses targets.
-"""
+"""The layers of the served model as callables (`layers.py`), compiled where vLLM compiles the target (`compiled.py`).
+Before an engine starts, `model_source.py` reads from vLLM's source whether a body runs `layers` in order and then
+`norm`, so that it can be cut, and `admission.py` refuses other targets."""

@@ -11,12 +11,12 @@ from vllm_specplugins.target import TargetSizes
 
 
 def has_state(model: ModelConfig) -> bool:
-    """Whether a layer keeps a state that every token changes, as Mamba's, GDN's and short convolutions do."""
+    """Whether a layer has a state that every token changes, as Mamba, GDN and short convolutions have."""
     return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
 
 
 def check_states(vllm_config: VllmConfig, method: str) -> None:
-    """Raises ConfigError for a target whose state vLLM does not wind back after a rejected draft, on any device."""
+    """Raises ConfigError for a target with a kind of state that vLLM does not restore after a rejected draft."""
     stays = {"mamba1", "linear_attention"} if vllm_config.use_v2_model_runner else {"mamba1"}
     model = vllm_config.model_config
     if has_state(model) and (kinds := sorted(stays & kinds_of_state(_module_of(model)))):
@@ -27,12 +27,11 @@ def check_states(vllm_config: VllmConfig, method: str) -> None:
 
 
 def _module_of(model: ModelConfig) -> str:
-    """The module of the target's class; "" for a class that is not vLLM's."""
     return str(getattr(model.registry.models.get(model.architecture), "module_name", ""))
 
 
 def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raises ConfigError for a target whose layers a proposer of ours cannot run."""
+    """Raises ConfigError for a target whose layers our proposers cannot run."""
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
     rows = drafters(config)
     for name, size in (

@@ -1,8 +1,6 @@
-"""Compiles cut bodies, where vLLM compiles its models.
-
-vLLM's caches, in memory and on disk, go by class and configuration, and it drops the guards that would see another
-`end_layer`. So each cut body gets a new class, forward method and tag, as vLLM's drafters have.
-"""
+"""Compiles cut bodies, where vLLM compiles its models. vLLM's caches, in memory and on disk, use class and
+configuration as keys, and it drops the guards that would see another `end_layer`. So each cut body gets a new class,
+forward method and tag, as vLLM's drafters have."""
 
 import logging
 from collections.abc import Callable
@@ -20,15 +18,12 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def compiles(body: nn.Module) -> bool:
-    """Whether vLLM compiles this body."""
     return isinstance(body, TorchCompileWithNoGuardsWrapper) and not getattr(body, "do_not_compile", True)
 
 
 def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[..., torch.Tensor]:
-    """Compiles a copy of the target's body and returns a function that replaces its `forward`.
-
-    This takes as long as vLLM's compilation of as many layers. After a failure the copy stays eager.
-    """
+    """Compiles a copy of the target's body and returns a function that replaces its `forward`. This takes as long as
+    vLLM's compilation of as many layers. After a failure the copy stays eager."""
     forward: Callable[..., torch.Tensor] = cut.forward
     try:
         return _compile(cut, tag, takes_states)
@@ -68,7 +63,7 @@ def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tens
 
 
 def _renamed(forward: Any, tag: str) -> FunctionType:
-    """The function under another name and with another code object: caches go by either."""
+    """The function with another name and code object, since caches use either as a key."""
     name = f"{forward.__name__}_{tag}"
     code = forward.__code__.replace(co_name=name)
     copied = FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)

@@ -24,7 +24,7 @@ _CLAIMS = ("supports_draft_decode_metadata_update", "update_draft_decode_metadat
 
 
 class Cut(NamedTuple):
-    """Layers [first_layer, end_layer) and, if `normed`, the final norm; they are fed tokens or states."""
+    """Layers [first_layer, end_layer) and, if `normed`, the final norm; they read tokens or states."""
 
     first_layer: int
     end_layer: int
@@ -33,7 +33,6 @@ class Cut(NamedTuple):
 
 
 def _cuts(config: SpecConfig) -> set[Cut]:
-    """The layers that a method drafts with."""
     exits = {
         Cut(0, part.exit_layer, part.exit_head is None, part.one_pass)
         for part in stage_configs(config, EarlyExitConfig)
@@ -45,11 +44,9 @@ def _cuts(config: SpecConfig) -> set[Cut]:
 
 
 class FirstLayers:
-    """Runs the forward of a decoder body with another `start_layer` or `end_layer`.
-
-    vLLM's bodies loop over `layers[start_layer:end_layer]`. A shallow copy shares every weight, and the attention
-    layers with their KV pages; embedding scale, norms and residuals stay the model's.
-    """
+    """Runs the forward of a decoder body with another `start_layer` or `end_layer`: vLLM's bodies loop over
+    `layers[start_layer:end_layer]`. A shallow copy shares all weights, and the attention layers with their KV pages;
+    embedding scale, norms and residuals stay the model's."""
 
     def __init__(self, target: nn.Module, config: SpecConfig):
         self._target: Any = target
@@ -80,10 +77,8 @@ class FirstLayers:
     def of_states(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), of states before them.
-
-        Without a layer between them nothing attends, and no forward context is needed.
-        """
+        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), of states before them. Without
+        a layer between them nothing attends, and no forward context is needed."""
         if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
             alone: torch.Tensor = self._body.norm(states) if normed else states
             return alone
@@ -97,7 +92,7 @@ class FirstLayers:
 
     @torch.inference_mode()
     def _takes_states(self) -> bool:
-        """Whether the body's forward hands its layers the states that it is given; some families scale them."""
+        """Whether the body's forward passes the given states to its layers; some families scale them."""
         # This embeds no token: the adapter that would do so is not known yet.
         states = torch.ones_like(self._body.norm.weight)[None]
         first = torch.zeros(1, dtype=torch.int64, device=states.device)
@@ -108,7 +103,7 @@ class FirstLayers:
         return hasattr(self._body, "embed_input_ids") and torch.equal(given, states)
 
     def compile(self, config: SpecConfig) -> None:
-        """Compiles the layers that a method drafts with, before the first request, if vLLM compiles the target."""
+        """Compiles a method's layers before the first request, if vLLM compiles the target."""
         for cut in sorted(_cuts(config)) if compiles(self._body) else ():
             words = (*("unnormed",) * (not cut.normed), *("states",) * cut.takes_states)
             tag = "_".join((f"layers_{cut.first_layer}_{cut.end_layer}", *words))
@@ -128,7 +123,7 @@ class FirstLayers:
         return logits
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The largest logit's token ids [num_tokens]; tensor-parallel ranks exchange their best, not their logits."""
+        """Token ids [num_tokens] of the largest logits; tensor-parallel ranks exchange their best, not their logits."""
         processor: Any = getattr(self._target, "logits_processor", None)
         head = getattr(self._target, "lm_head", None)
         has_best = hasattr(processor, "get_top_tokens")  # not so where adapters add to the logits
@@ -139,7 +134,7 @@ class FirstLayers:
 
 
 class _Sum(nn.Module):
-    """Returns the residual stream as it is, in place of a final norm."""
+    """Returns the residual stream unchanged, in place of a final norm."""
 
     def forward(self, hidden_states: torch.Tensor, *residual: torch.Tensor | None) -> Any:
         if not residual:  # some families, as Granite, have no separate residual, and their norms return one tensor
@@ -148,8 +143,8 @@ class _Sum(nn.Module):
 
 
 class Adapters:
-    """LoRA: layers that draft run each request's adapter. vLLM's wrapped layers read one mapping from rows of tokens
-    to adapters, which each step makes anew."""
+    """Runs each request's LoRA adapter in layers that draft. vLLM's wrapped layers read one mapping from token rows to
+    adapters, which each step creates anew."""
 
     def __init__(
         self,
@@ -198,7 +193,6 @@ class PagedLayers:
         return self._at(run, states, positions).view(states.shape)
 
     def _at(self, run: Callable[..., torch.Tensor], fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Runs layers for tokens or states of positions.shape, with attention at these positions."""
         self._spread(positions)
         with self.attention(positions) as flat:
             return run(fed.flatten(0, positions.ndim - 1), flat)
@@ -209,11 +203,8 @@ class PagedLayers:
 
 
 def updates_in_place(group: Any) -> bool:
-    """Whether the attention metadata of a draft can be updated in place.
-
-    A class that overrides `build` alone inherits the claim, and an update that does not fit: chunked local attention
-    derives batches from lengths.
-    """
+    """Whether the attention metadata of a draft can be updated in place. A class that overrides `build` alone inherits
+    the claim, and an update that does not fit: chunked local attention derives batches from lengths."""
     if not group.supports_draft_decode_metadata_update:
         return False
     kinds = type(group.get_metadata_builder()).__mro__

@@ -1,8 +1,5 @@
-"""Reads from vLLM's source whether a model's layers can be cut, and their kinds of state, before an engine starts.
-
-Importing a model class takes seconds and may initialise a device. Where the source leaves a doubt, the worker decides
-(layers.py).
-"""
+"""Reads from vLLM's source whether a model's layers can be cut, and their kinds of state, before an engine starts:
+importing a model class takes seconds and may initialise a device. In doubt the worker decides (layers.py)."""
 
 import ast
 from collections.abc import Iterator
@@ -16,13 +13,11 @@ PARTS = ("layers", "start_layer", "end_layer", "norm")
 
 
 def uncuttable(method: str, model: str) -> ConfigError:
-    """The refusal of a model."""
     wanted = "a decoder whose body runs `layers` from `start_layer` to `end_layer` and `norm` behind them"
     return ConfigError(f"{method}: model must be {wanted}, as vLLM's Llama does, not {model}.")
 
 
 def takes_no_states(method: str, model: str) -> ConfigError:
-    """The refusal of a model whose layers cannot be entered in the middle."""
     wanted = "a decoder whose body hands `inputs_embeds` to its layers as they are, as vLLM's Llama does"
     return ConfigError(f"{method}: model must be {wanted}, not {model}.")
 
@@ -59,7 +54,7 @@ def _is_body(node: ast.stmt) -> bool:
 
 
 def _sources(module: str, seen: set[str]) -> Iterator[ast.Module]:
-    """A module of vLLM's, and the modules that its base classes, or a package's names, come from."""
+    """Yields a module of vLLM's, and the modules from which its base classes, or a package's names, come."""
     path = _path(module)
     if module in seen or path is None:
         return

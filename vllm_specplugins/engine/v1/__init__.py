@@ -1,1 +1,1 @@
-"""Model Runner V1: one file for each thing that an adapter does."""
+"""The adapter for Model Runner V1, with one file per task."""

@@ -1,5 +1,5 @@
-"""Model Runner V1: a drafter of vLLM's as a stage of a cascade. It runs in every step over all tokens, so that its KV
-cache holds each token that the target's does."""
+"""Model Runner V1: a drafter of vLLM's as a stage of a cascade. It reads all tokens of every step, so that its KV cache
+is complete."""
 
 import copy
 import time
@@ -21,7 +21,7 @@ BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # these can take in tokens w
 
 
 def narrowed() -> dict[str, Any]:
-    """The drafters' classes, which then build a drafter with the K of its stage."""
+    """Patches the drafters' classes, which then build a drafter with the K of its stage."""
 
     def narrow(kind: Any) -> Any:
         return lambda vllm_config, device, runner: kind(for_built_in(vllm_config), device, runner)
@@ -30,11 +30,9 @@ def narrowed() -> dict[str, Any]:
 
 
 class BuiltInDrafter:
-    """vLLM's drafter of a V1 runner, a stage of a cascade.
-
-    V1 asks its drafters before the host knows the sampled tokens, and custom ones after that. The flag
-    `disable_padded_drafter_batch` moves its drafters there, too; draft models refuse the flag, so no drafter sees it.
-    """
+    """vLLM's drafter of a V1 runner, as a stage of a cascade. V1 asks its drafters before the host has the sampled
+    tokens, and custom ones after that. The flag `disable_padded_drafter_batch` moves its drafters there, too, but draft
+    models refuse the flag, so no drafter sees it."""
 
     def __init__(self, runner: Any, cascade: Any):
         self._runner, self._cascade = runner, cascade
@@ -57,11 +55,9 @@ class BuiltInDrafter:
         sampled_token_ids: list[list[int]],
         *step: Any,
     ) -> Offer | None:
-        """Its drafts for a batch of these rows; None if it fails, or a request of the batch is too long for it.
-
-        If they are not needed, a drafter that runs once for each draft token only takes in the step's tokens. `step`:
-        the arguments of `propose_draft_token_ids` after the sampled tokens.
-        """
+        """Drafts for a batch of these rows; returns None after a failure, or if a request of the batch is too long. If
+        its drafts are not needed, a drafter that runs once per draft token only reads the step's tokens. `step`: the
+        arguments of `propose_draft_token_ids` after the sampled tokens."""
         max_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
         has_prompt = scheduler_output.total_num_scheduled_tokens > max_decoded
         is_needed = partial(self._cascade.needs_built_in, batch, num_accepted)
@@ -95,8 +91,8 @@ class BuiltInDrafter:
 
     @contextmanager
     def _as_it_expects(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> Iterator[None]:
-        """For a request in the middle of its prompt `prepare_next_token_ids_padded` takes the prompt's last token for
-        the next one, and EAGLE would put that into its KV cache. Here the prompt ends with the next token."""
+        """Ends an unfinished prompt with its next token. Otherwise `prepare_next_token_ids_padded` would return the
+        prompt's last token as the next one, and EAGLE would put that into its KV cache."""
         batch = self._runner.input_batch
         lengths = batch.num_tokens_no_spec
         true_lengths = lengths.copy()

@@ -1,8 +1,6 @@
-"""Model Runner V1: edits of the logits before the temperature, exact at every drafted position.
-
-Biases, minimum lengths, penalties and bad words are one operation (kernels/rejection/adjust). It takes arrays, and V1
-has lists. N: rows, B: requests, V: vocab_size, M: entries of the longest list.
-"""
+"""Model Runner V1: edits of the logits before the temperature, exact at every drafted position. Biases, minimum
+lengths, penalties and bad words are one operation (kernels/rejection/adjust), which takes arrays where V1 has lists. N:
+rows, B: requests, V: vocab_size, M: entries of the longest list."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
@@ -20,12 +18,12 @@ _OF_VLLM = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProces
 
 
 def custom(processors: Sequence[Any]) -> Iterator[Any]:
-    """The processors that are not vLLM's."""
+    """Yields the processors that are not vLLM's."""
     return (processor for processor in processors if type(processor) not in _OF_VLLM)
 
 
 def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> torch.Tensor:
-    """[N, V] edited logits, float32, in the order of vLLM's sampler; the same tensor if no request asks for edits."""
+    """Edits logits [N, V] in vLLM's order, in float32; returns the same tensor if no request asks for edits."""
     processors = [p for p in metadata.logitsprocs.non_argmax_invariant if type(p) not in _OF_VLLM or _restores(p)]
     allowed, holder = metadata.allowed_token_ids_mask, metadata.thinking_budget_state_holder
     budgets = holder is not None and holder.has_tracked_requests()
@@ -52,10 +50,8 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
 
 
 def edit_of_drafts(metadata: Any, runner: Any, rows: list[int]) -> Any:
-    """`draft.Target.edit` for these rows of the runner's batch; None if no request asks for edits.
-
-    It leaves out thinking budgets and a user's logits processors.
-    """
+    """`draft.Target.edit` for these rows of the runner's batch; None if no request asks for edits. It omits thinking
+    budgets and a user's logits processors."""
     edits = _edits(metadata, runner.input_batch, runner.model_config.get_vocab_size())
     allowed = metadata.allowed_token_ids_mask
     if edits == Edits() and allowed is None:
@@ -73,12 +69,11 @@ def edit_of_drafts(metadata: Any, runner: Any, rows: list[int]) -> Any:
 
 
 def _restores(processor: Any) -> bool:
-    """Whether it may allow stop tokens early, where structured output allows nothing else; it needs whole rows."""
+    """Whether it may allow stop tokens early, if structured output allows nothing else; it needs whole rows."""
     return isinstance(processor, MinTokensLogitsProcessor) and any(entry[3] for entry in processor.min_toks.values())
 
 
 def _on_last_rows(logits: torch.Tensor, rows: Rows, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Applies a function of one row a request to each request's last row."""
     if len(logits) == len(rows.counts):
         return function(logits)
     last = rows.as_tensor(rows.starts[1:] - 1)
@@ -87,7 +82,7 @@ def _on_last_rows(logits: torch.Tensor, rows: Rows, function: Callable[[torch.Te
 
 
 def _edits(metadata: Any, input_batch: Any, vocab_size: int) -> Edits:
-    """The batch's edits in arrays, without allowed tokens, of which V1 has masks, and processors that `_restores`."""
+    """The batch's edits as arrays, without allowed tokens, which V1 has as masks, and processors that `_restores`."""
     num_reqs = input_batch.num_reqs
     prompt_lengths, bias, min_tokens = input_batch.num_prompt_tokens[:num_reqs], None, None
     for processor in metadata.logitsprocs.non_argmax_invariant:
@@ -124,7 +119,7 @@ def _lists(
 
 
 def _penalties(metadata: Any, input_batch: Any, vocab_size: int) -> Penalties:
-    """Counts tokens anew at each step, for the requests that ask for penalties: far less work than the logits are."""
+    """Counts tokens anew at each step for requests with penalties, which is far less work than the logits are."""
     parameters = metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties
     counts = np.zeros((input_batch.num_reqs, vocab_size), np.int32)
     prompt_mask = np.zeros((input_batch.num_reqs, -(-vocab_size // 32)), np.int32)

@@ -1,4 +1,4 @@
-"""Model Runner V1: hands what the target read in each step to a part that learns."""
+"""Model Runner V1: passes the target's states of each step to a part that learns."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -16,7 +16,7 @@ _MAX_UNREAD = 64  # steps; later ones are dropped while the learner has not read
 
 
 class Readings:
-    """See the module. Only `read` is called in the learner's thread."""
+    """Collects the readings of steps. Only `read` runs in the learner's thread."""
 
     def __init__(self, runner: Any, learner: Learner):
         self._runner, self._learner = runner, learner
@@ -27,7 +27,6 @@ class Readings:
 
     @classmethod
     def of(cls, runner: Any, proposer: Any, target: Any) -> "Readings | None":
-        """The readings for the part of a proposer that learns, if any; the target is loaded."""
         learner = new_learner(proposer, target, runner.vllm_config)
         return None if learner is None else cls(runner, learner)
 
@@ -36,7 +35,6 @@ class Readings:
             yield self._unread.popleft()
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Ends the windows of requests that finished, were aborted or were preempted."""
         if self._learner.is_on:
             self._gone += sorted(request_ids)
 
@@ -49,7 +47,6 @@ class Readings:
         hidden_states: torch.Tensor,  # [num_tokens_of_the_step, hidden_size]
         common: Any,  # the step's CommonAttentionMetadata
     ) -> None:
-        """Takes what the target read for these requests, before the step drafts."""
         self._learner.step()
         if self._learner.is_on and len(self._unread) < _MAX_UNREAD:
             self._unread.append(self._reading(batch, rows, num_tokens, num_accepted, hidden_states, common))

@@ -19,13 +19,8 @@ def metadata_of(device: torch.device, original: Callable[..., Any], num_draft: n
 
 
 class Rows:
-    """Row i of a request predicts the token after its first i draft tokens.
-
-    Args:
-        num_draft: draft tokens of each request.
-        draft_token_ids: those of all requests.
-        num_tokens: [>= B] lengths of prompt and output.
-    """
+    """Row i of a request predicts the token after its first i draft tokens. `num_tokens`, [>= B], are the lengths of
+    prompt and output."""
 
     def __init__(self, num_draft: list[int], draft_token_ids: list[int], num_tokens: np.ndarray, device: torch.device):
         self.num_draft, self.device = num_draft, device
@@ -41,7 +36,7 @@ class Rows:
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """cu_num_logits, draft_token_ids, positions and idx_mapping of kernels/rejection."""
+        """Returns cu_num_logits, draft_token_ids, positions and idx_mapping as kernels/rejection takes them."""
         arrays = self.starts.astype(np.int32), self.fed, self.positions, np.arange(len(self.counts))
         cu_num_logits, fed, positions, idx_mapping = map(self.as_tensor, arrays)
         return cu_num_logits, fed, positions, idx_mapping

@@ -1,7 +1,5 @@
-"""Adapter for Model Runner V1, the runner of CPU-only installs.
-
-V1 gives custom proposers token ids alone, so we replace `propose_draft_token_ids` of that one runner.
-"""
+"""Adapter for Model Runner V1, the runner of CPU-only installs. V1 gives custom proposers only token ids, so we replace
+`propose_draft_token_ids` of that one runner."""
 
 import time
 from collections.abc import Iterator
@@ -37,7 +35,7 @@ from vllm_specplugins.target import Target
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Lets V1 build a runner: it takes us for a `custom_class` proposer, unless it shall build a drafter of vLLM's."""
+    """Makes V1 build a runner with a `custom_class` proposer, ours, unless it shall build a drafter of vLLM's."""
     names = built_in.narrowed()
     if vllm_config.speculative_config.built_in is None:
         vllm_config.speculative_config.method = "custom_class"
@@ -47,7 +45,6 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
-    """Connects a runner's drafting steps and updates of requests with our proposer."""
     if not hasattr(runner, "drafter"):  # a pipeline rank that does not draft
         return
     adapter = _Adapter(runner, barrier)
@@ -68,8 +65,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
 
 def draft_to_the_end(runner: Any) -> None:
-    """Lifts the length at which V1 drafts zeros for the whole batch; we shorten drafts at a request's end instead. V1
-    lowers it where memory is short (`--max-model-len auto`)."""
+    """Lifts the length at which V1 drafts zeros for the whole batch, and which it lowers if memory is short
+    (`--max-model-len auto`). We shorten drafts at a request's end instead."""
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
@@ -103,17 +100,15 @@ class _Adapter:
         return self.verifier is None or self.verifier.may_draft(row)
 
     def _is_forced_and_alone(self, row: int) -> bool:
-        """Whether a request has a grammar, and verification of it can only take one position."""
+        """Whether a request has a grammar and its verification can take only one position."""
         params = self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
         return params is not None and params.structured_outputs is not None and not self._may_draft(row)
 
     def load_model(self, target: Any) -> None:
-        """V1 calls this on its drafter when the target is loaded."""
         self.first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
         self._readings = Readings.of(self._runner, self._barrier.proposer, target)
 
     def compile_exits(self, *args: Any, **kwargs: Any) -> None:
-        """Follows vLLM's compilation of the target, with its signature."""
         assert self.first_layers is not None
         self.first_layers.compile(self._runner.speculative_config.plugin_config)
 
@@ -158,11 +153,9 @@ class _Adapter:
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: list[list[int]], *step: Any
     ) -> list[list[int]]:
-        """vLLM's signature; returns one list of draft token ids a request, in the runner's order.
-
-        A request in the middle of its prompt gets no draft, and where tokens are read, neither does one with prompt
-        embeddings, whose row of token ids V1 does not overwrite.
-        """
+        """Returns one list of draft token ids per request, in the runner's order. A request in the middle of its prompt
+        gets no draft, and where tokens are read, neither does one with prompt embeddings, since V1 does not overwrite
+        its token ids."""
         input_batch, config = self._runner.input_batch, self._runner.speculative_config
         unread = input_batch.req_prompt_embeds if config.reads_history else ()
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
@@ -207,7 +200,6 @@ class _Adapter:
     def _target(
         self, rows: list[int], num_tokens: Any, requests: list[_Request], sampling: Any, hidden_states: Any, *step: Any
     ) -> Target | None:
-        """The target for these rows; None where the method reads histories alone."""
         if self.first_layers is None or not rows:
             return None
         seeds = [request.seed for request in requests]
@@ -226,7 +218,6 @@ class _Adapter:
         return Feedback(request_ids, num_draft, num_accepted, step_ms)
 
     def _save_q(self, batch: DraftBatch, draft: Draft) -> None:
-        """Saves q for verification, ours or vLLM's."""
         if self.verifier is not None:
             self.verifier.save_q(batch.request_ids, draft.logits)
         elif draft.logits is not None and batch.target is not None:

@@ -23,7 +23,6 @@ def target_of(
     hidden_states: torch.Tensor,  # [num_tokens_of_the_step, hidden_size]
     common: Any,  # the step's CommonAttentionMetadata
 ) -> Target:
-    """The target for the requests in these rows of the runner's batch."""
     input_batch, device = runner.input_batch, hidden_states.device
     lengths = torch.from_numpy(num_tokens.astype(np.int64))
     # A request's hidden states begin where its query does, and end with those of rejected drafts.
@@ -41,8 +40,6 @@ def target_of(
 
 
 class _PagedForward(PagedLayers):
-    """target.PagedForward for some rows of a step."""
-
     def __init__(self, runner: Any, first_layers: FirstLayers, rows: list[int], lengths: torch.Tensor):
         input_batch, adapters = runner.input_batch, None
         if runner.lora_config is not None:

@@ -1,9 +1,6 @@
-"""Model Runner V1: samples and verifies with kernels/rejection, in place of vLLM's sampler and rejection sampler.
-
-Steps without drafts go the same way, so that a seeded request's output does not depend on drafts. Row i of a request
-predicts the token after its first i draft tokens, and penalties and bad words count those. N: rows, B: requests, V:
-vocab_size.
-"""
+"""Model Runner V1: samples and verifies with kernels/rejection, in place of vLLM's samplers. Steps without drafts do
+so, too, so that a seeded request's output does not depend on drafts. Row i of a request predicts the token after its
+first i draft tokens, and penalties and bad words count those. N: rows, B: requests, V: vocab_size."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +24,7 @@ from vllm_specplugins.kernels.rejection.reference import truncated
 
 @contextmanager
 def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
-    """Lets vLLM build a runner with all logits processors; with speculation it leaves out all but one."""
+    """Makes vLLM build a runner with all logits processors; with speculation vLLM omits all but one."""
     if vllm_config.speculative_config.plugin_config.common.verification != "fused":
         yield
         return
@@ -43,8 +40,6 @@ def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 class Verifier:
-    """Replaces a runner's `_sample`."""
-
     def __init__(self, runner: Any, seed_of: Callable[[str], int]):
         self._runner = runner
         self._seed_of = seed_of
@@ -57,10 +52,8 @@ class Verifier:
         self._drafted_for, self._draft_logits = request_ids, logits
 
     def may_draft(self, row: int) -> bool:
-        """Whether verification of a request can take more than one position.
-
-        The state of a thinking budget, or of a user's logits processor, moves one step at a time.
-        """
+        """Whether verification of a request can take more than one position. The state of a thinking budget, or of a
+        user's logits processor, advances one step at a time."""
         input_batch = self._runner.input_batch
         request = self._runner.requests[input_batch.req_ids[row]]
         if input_batch.thinking_budget_state_holder is not None:
@@ -75,7 +68,6 @@ class Verifier:
         return True
 
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        """vLLM's signature; `logits` [N, V]."""
         input_batch = self._runner.input_batch
         metadata = input_batch.sampling_metadata
         if spec_decode_metadata is None:
@@ -107,7 +99,6 @@ class Verifier:
         return SamplerOutput(sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=logprobs)
 
     def sampling(self, metadata: Any) -> Sampling:
-        """The requests' parameters, [B] each."""
         input_batch = self._runner.input_batch
         num_reqs, device = input_batch.num_reqs, self._runner.device
         if metadata.all_greedy:
@@ -122,11 +113,9 @@ class Verifier:
         return Sampling(metadata.temperature, torch.from_numpy(seeds).to(device), metadata.top_k, metadata.top_p, min_p)
 
     def _q(self, rows: Rows, max_num_draft: int) -> torch.Tensor | None:
-        """[B, >= max_num_draft, V] logits of q; None: q is one-hot for all.
-
-        A request that skipped a step has lost its logits, and a forced token has none: one-hot, which is exact. The
-        scheduler pads a request that begins with one token to compute with ids of -1; these rows stay -inf.
-        """
+        """[B, >= max_num_draft, V] logits of q; None: q is one-hot for all. A request that skipped a step has lost its
+        logits, and a forced token has none: one-hot, which is exact. The scheduler pads a request that begins with one
+        token to compute with ids of -1; these rows stay -inf."""
         if self._draft_logits is None or max_num_draft == 0:
             return None
         request_ids = self._runner.input_batch.req_ids
@@ -149,7 +138,7 @@ class Verifier:
     def _logprobs(
         self, logits: torch.Tensor, sampling: Sampling, sampled: torch.Tensor, metadata: Any, rows: Rows
     ) -> LogprobsTensors:
-        """vLLM's format, a row for each token of `sampled` [B, max_num_draft + 1]."""
+        """Returns vLLM's format, with a row for each token of `sampled` [B, max_num_draft + 1]."""
         sampler = self._runner.sampler
         is_token = sampled >= 0
         requests, steps = is_token.nonzero(as_tuple=True)
@@ -182,10 +171,8 @@ def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[torch.Tensor, Sampling]:
-    """Logits at temperature 1 after the processors that follow the temperature, and the sampling that remains.
-
-    For batches with a user's processor among these, which have one row a request.
-    """
+    """Logits at temperature 1 after the processors that follow the temperature, and the sampling that remains; for
+    batches with a user's processor among these, which have one row per request."""
     greedy = sampling.temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, sampling.temperature)[:, None]
     untouched = logits[greedy]

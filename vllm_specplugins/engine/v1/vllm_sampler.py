@@ -1,4 +1,4 @@
-"""Model Runner V1: what vLLM's rejection sampler needs where `verification` is "vllm"."""
+"""Model Runner V1: helpers of vLLM's rejection sampler, which verifies where `verification` is "vllm"."""
 
 import torch
 
@@ -10,9 +10,8 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """A sampling parameter of each request, [num_reqs], repeated for its draft tokens, [num_tokens].
-
-    It replaces vLLM's, whose CPU kernel writes into a copy of its output: temperature, top-k and top-p of drafted
+    """Repeats a sampling parameter of each request, [num_reqs], for its draft tokens, [num_tokens]. It replaces vLLM's
+    function. The CPU kernel of that one writes into a copy of its output: temperature, top-k and top-p of drafted
     positions stay uninitialised, and samples come from the wrong distribution.
 
     >>> expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 3]), 3, 0, 1)

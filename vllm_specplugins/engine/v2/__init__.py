@@ -1,1 +1,1 @@
-"""Model Runner V2: one file for each thing that an adapter does."""
+"""The adapter for Model Runner V2, with one file per task."""

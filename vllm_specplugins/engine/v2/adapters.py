@@ -1,4 +1,4 @@
-"""Model Runner V2: the LoRA adapters of rows that are drafted and verified."""
+"""Model Runner V2: LoRA adapters for the rows that are drafted and verified."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def adapters_of(runner: Any, input_batch: Any, rehearses: bool) -> Adapters:
 
 
 def map_all_logits(runner: Any) -> None:
-    """Maps all rows of logits to adapters: vLLM maps one a request, and a step that verifies drafts has more."""
+    """Maps each row of logits to an adapter: vLLM maps one row per request, a step that verifies drafts has more."""
     prepare_inputs, make_lora_inputs = runner.prepare_inputs, runner.lora_state.make_lora_inputs
     num_logits = np.zeros(0, np.int64)
 

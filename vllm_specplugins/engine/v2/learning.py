@@ -1,8 +1,6 @@
-"""Model Runner V2: hands what the target read in each step to a part that learns. No step waits for it.
-
-A step copies its states into a ring on the device, and vLLM copies the sampled tokens to the host. The learner's thread
-reads both when they have arrived. R: requests, K: num_speculative_tokens, H: hidden size.
-"""
+"""Model Runner V2: passes the target's states of each step to a part that learns, without a wait. A step copies its
+states into a ring on the device, and vLLM copies the sampled tokens to the host; the learner's thread reads both once
+they have arrived. R: requests, K: num_speculative_tokens, H: hidden size."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -25,7 +23,7 @@ _MAX_UNREAD = 1024  # steps and changes of requests; with more, all live request
 
 
 def attach(runner: Any, speculator: Any) -> None:
-    """Has a learner of the speculator's proposer, if any part learns, follow the runner once the target is loaded."""
+    """Makes a learner, if any part of the speculator's proposer learns, follow the runner once the target is loaded."""
 
     def loaded(target: nn.Module) -> None:
         if (learner := new_learner(speculator.barrier.proposer, target, runner.vllm_config)) is None:
@@ -39,8 +37,6 @@ def attach(runner: Any, speculator: Any) -> None:
 
 @dataclass(slots=True)
 class _End:
-    """The newest token of a request, and its position."""
-
     request: Request
     position: int
     token_id: int
@@ -48,12 +44,8 @@ class _End:
 
 @dataclass(slots=True)
 class _States:
-    """A step's rows in the ring, R * (K + 1) from `first` on.
-
-    Args:
-        arrived: the event after the copy; None: the ring had no room.
-        end: the number of rows that were taken up to this step.
-    """
+    """A step's R * (K + 1) rows in the ring from `first` on; `end` counts all rows taken up to this step. `arrived` is
+    the event after the copy, or None if the ring had no room."""
 
     arrived: Any
     first: int
@@ -61,7 +53,7 @@ class _States:
 
 
 class Readings:
-    """See the module. Only `read` is called in the learner's thread."""
+    """Collects the readings of steps. Only `read` runs in the learner's thread."""
 
     def __init__(
         self,
@@ -94,7 +86,7 @@ class Readings:
             self._put(request_ids)
 
     def on_step(self, input_batch: Any, hidden_states: torch.Tensor, last_rows: torch.Tensor) -> None:
-        """Begins to copy, for each request, the K + 1 of a step's states [num_tokens, H] up to its last accepted row,
+        """Begins to copy each request's K + 1 states of a step, out of [num_tokens, H] and up to its last accepted row,
         and the states that an exit has read for the same tokens."""
         num_rows, size, exits = len(last_rows) * self._width, len(self._ring), self._learner.exits
         at = self._num_taken % size
@@ -117,7 +109,7 @@ class Readings:
         self._states = _States(event, first, self._num_taken)
 
     def _exit_states(self, exits: ExitStates, input_batch: Any, rows: torch.Tensor) -> torch.Tensor:
-        """[R * (K + 1), H] for a step's rows [R, K + 1]; then expects the next drafts."""
+        """Returns [R * (K + 1), H] for a step's rows [R, K + 1], and expects the next drafts."""
         slots, starts = input_batch.idx_mapping[: len(rows)].long(), input_batch.query_start_loc[: len(rows)].long()
         fed = (starts[:, None] + self._back.flip(0)[:-1]).clamp_(max=len(input_batch.input_ids) - 1)
         drafts = self._row_of[slots], input_batch.input_ids[fed], input_batch.positions[starts]
@@ -128,7 +120,6 @@ class Readings:
         return states.flatten(0, 1)
 
     def note(self, sampled: SampledTokens) -> None:
-        """Takes what a step sampled, on its way to the host."""
         if not sampled.request_ids or warms_up(sampled.request_ids):
             return
         self._learner.step()
@@ -147,7 +138,7 @@ class Readings:
         self._unread.append(change)
 
     def read(self) -> Iterator[Reading]:
-        """The readings of steps that have arrived since the last call."""
+        """Yields the readings of steps that have arrived since the last call."""
         while self._unread:
             change = self._unread[0]
             if isinstance(change, tuple):
@@ -170,7 +161,7 @@ class Readings:
             self._ends.pop(request_id, None)
 
     def _reading(self, sampled: SampledTokens, states: _States) -> Reading | None:
-        """The reading of a step, after which each request's end moves; None if the ring has no states of it."""
+        """The reading of a step; None if the ring lacks its states. Moves each request's end."""
         ends: list[_End] = []
         counts, rows, positions, token_ids, next_ids = (list[int]() for _ in range(5))
         for row, emitted in enumerate(sampled.tokens()):

@@ -1,5 +1,5 @@
-"""Model Runner V2: the memory of drafting. vLLM's estimate of CUDA graphs, which it makes before the KV cache, includes
-ours, and one line of the log names the large buffers."""
+"""Model Runner V2: the memory of drafting. Adds our CUDA graphs to vLLM's estimate of them, which it makes before the
+KV cache, and logs the large buffers in one line."""
 
 import gc
 import logging
@@ -16,13 +16,12 @@ _LEAST_BYTES = 1 << 20  # of a graph, as in vLLM's estimate
 
 
 class FewGraphs(dict[int, Any]):
-    """A speculator's graph managers by depth while vLLM profiles: each records its largest graphs, none replays."""
+    """A speculator's graph managers by depth during vLLM's profile, where each records only its largest graphs."""
 
     def __init__(self, runner: Any):
         self._runner = runner
 
     def items(self) -> Any:
-        """The managers, set up to record few graphs."""
         for graphs in self.values():
             graphs.pool = self._runner.cudagraph_manager.pool  # which goes with the profile
             graphs._max_full_descs_to_capture, graphs._capture_mem_samples = _NUM_SAMPLES, []
@@ -45,7 +44,7 @@ def attach(runner: Any, speculator: Any) -> None:
 
 
 def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
-    """vLLM's estimate with our graphs. vLLM frees the graphs and the KV cache of its profile; we keep none of them."""
+    """Adds our graphs to vLLM's estimate. vLLM frees the graphs and KV cache of its profile, so we drop them, too."""
     few = FewGraphs(runner)
     with replaced(speculator, {"_graphs_of": few}):
         total: int = estimate() + few.missing_bytes()
@@ -69,7 +68,6 @@ def tell_buffers(runner: Any, speculator: Any) -> None:
 
 
 def buffer_bytes(runner: Any, speculator: Any) -> dict[str, int]:
-    """Bytes by name of the buffers that vLLM and we allocate for drafts."""
     texts = getattr(getattr(speculator, "lookups", None), "texts", None)
     buffers = {
         "tokens of all requests": None if texts is None else texts.histories.token_ids,

@@ -18,18 +18,14 @@ _WARM_UP = ("_warmup_", "_v2_")  # how the names of the requests begin with whic
 
 
 def warms_up(request_ids: Sequence[str]) -> bool:
-    """Whether vLLM warms up with a batch of these requests; such a batch holds no other requests."""
+    """Whether vLLM warms up with a batch of these requests. Such a batch holds no other requests."""
     return bool(request_ids) and request_ids[0].startswith(_WARM_UP)
 
 
 class Request:
-    """Made once when the runner adds a request, which is new, or back after a preemption.
-
-    Args:
-        new: vLLM's NewRequestData.
-        slot: the row of the request in vLLM's states of requests.
-        reads_tokens: whether the host follows the tokens of the request; otherwise `token_ids` stays empty.
-    """
+    """A request as drafting sees it, created when the runner adds vLLM's NewRequestData: a new request, or one resumed
+    after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does not follow its tokens,
+    and `token_ids` stays empty."""
 
     def __init__(self, new: Any, slot: int, max_model_len: int, reads_tokens: bool = False):
         self.request_id, self.slot, self.sampling_params = new.req_id, slot, new.sampling_params
@@ -49,20 +45,15 @@ class Request:
         return self._readable[: self.num_tokens]
 
     def extend(self, token_ids: Any) -> None:
-        """Appends tokens, of which those past max_model_len are dropped."""
+        """Appends tokens and drops those past max_model_len."""
         end = min(self.num_tokens + len(token_ids), len(self._tokens))
         self._tokens[self.num_tokens : end] = token_ids[: end - self.num_tokens]
         self.num_tokens = end
 
 
 class DraftLimits:
-    """The limits of all slots of requests, in tensors that stay where they are: graphs read them.
-
-    Args:
-        req_states: vLLM's states of requests.
-        max_num_draft: K.
-        stages: of a cascade; a request may allow some.
-    """
+    """The limits of all request slots, in tensors that stay in place because graphs read them. A request may allow only
+    some of a cascade's `stages`."""
 
     implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
 
@@ -77,7 +68,6 @@ class DraftLimits:
         self._step_limit_there = torch.full((), max_num_draft, dtype=torch.int32, device=device)
 
     def begin(self, max_draft_tokens: int) -> None:
-        """Begins a step whose drafts have at most so many tokens."""
         if max_draft_tokens != self._step_limit:
             self._step_limit = max_draft_tokens
             self._step_limit_there.fill_(max_draft_tokens)
@@ -94,6 +84,6 @@ class DraftLimits:
         self._limits[values[:, 0]] = values[:, 1:].int()
 
     def wanted(self, rows: Rows, mapping: torch.Tensor) -> Wanted:
-        """How many tokens each row wants, as `draft_limit` has it; `mapping`: see kernels/steps."""
+        """How many tokens each row wants, by the rule of `draft_limit`; kernels/steps describes `mapping`."""
         limits = self._req_states.total_len.gpu, self._limits, self._step_limit_there
         return limit(rows, *limits, mapping, tuple(self.of_stages), self.implementation)

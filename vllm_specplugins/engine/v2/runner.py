@@ -1,7 +1,5 @@
-"""Adapter for Model Runner V2: the default wherever Triton works.
-
-A proposer that reads tokens on the host waits for them (speculators/host.py); others draft on the device (device.py).
-"""
+"""Adapter for Model Runner V2, the default wherever Triton works. A proposer that reads tokens on the host waits for
+them (speculators/host.py); others draft on the device (device.py)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +37,7 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Lets a runner be built with our speculator: V2 has a closed list of them."""
+    """Makes vLLM build a runner with our speculator: V2 has a closed list of speculators."""
     original = model_runner.init_speculator
     if vllm_config.speculative_config.plugin_config.tree:
         register()
@@ -64,7 +62,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
-    """Has our speculator follow the runner's requests and steps, and reports true draft lengths to the scheduler."""
+    """Makes our speculator follow the runner's requests and steps, and reports true draft lengths to the scheduler."""
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
         return
@@ -123,7 +121,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
 
 def put_forced(runner: Any, scheduler_output: Any) -> None:
-    """Puts the tokens that a grammar forces among the drafts, with a one-hot q, before the step that verifies them."""
+    """Puts a grammar's forced tokens among the drafts, with a one-hot q, before the step that verifies them."""
     slots_of = runner.req_states.req_id_to_index
     forced = forced_in(scheduler_output).items()
     cells = [(slots_of[id_], num + i, token) for id_, (num, ids) in forced for i, token in enumerate(ids)]
@@ -138,7 +136,7 @@ def put_forced(runner: Any, scheduler_output: Any) -> None:
 
 
 def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: Any) -> Any:
-    """Samples; if neither this step nor the last one drafts, as a runner without a speculator."""
+    """Samples, without a speculator if neither this step nor the last one drafts."""
     step = runner.execute_model_state
     if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
         if speculator.readings is not None:
@@ -155,7 +153,6 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
 
 
 def _noted(speculator: Any, output: Any) -> Any:
-    """The output, after late drafts and a part in training have noted its tokens."""
     for watcher in (speculator.barrier.late, speculator.readings):
         if watcher is not None and hasattr(output, "model_runner_output"):
             watcher.note(SampledTokens.of(output))
@@ -170,7 +167,6 @@ def _trimming_as(ours: Any, theirs: Any, initialize: Any, *args: Any, **kwargs: 
 
 
 def _trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    """Creates adaptive verification when the attention backends are known, or plans lengths."""
     create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner, speculator)
     with replaced(model_runner, {"maybe_create_adaptive_verification_manager": create}):
         return initialize(*args, **kwargs)

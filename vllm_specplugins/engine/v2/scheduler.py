@@ -1,11 +1,10 @@
-"""Schedulers of Model Runner V2: choose how many tokens a step drafts for each request, and plan their verification.
+"""Schedulers of Model Runner V2: choose how many tokens a step drafts per request, and plan their verification. The
+number is the same for all requests and follows from the measured times and accepted tokens of steps
+(gate/step_times.py). Only the scheduler's process chooses it, so ranks cannot differ.
 
-The number is the same for all requests, by the measured times and accepted tokens of steps (gate/step_times.py). The
-scheduler's process alone chooses it, so ranks cannot differ. vLLM asks for it as for its `dynamic_sd_lookup`.
-
-The asynchronous scheduler plans a step before the drafts exist that the step verifies. If drafts are trimmed on the
-device, it plans K tokens; otherwise the length of the request's last known draft, which the worker reports on its
-output: from the third step on, a request without a match costs one token, not K + 1. Before, its options count.
+The asynchronous scheduler plans a step before its drafts exist. If drafts are trimmed on the device, it plans K tokens,
+otherwise the length of the request's last known draft, which the worker reports on its output. From the third step on,
+a request without a match thus costs one token, not K + 1; before, its options count.
 """
 
 from collections.abc import Callable
@@ -30,13 +29,9 @@ _VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: the draft l
 class DraftLengths:
     """vLLM's `dynamic_sd_lookup`: maps a number of requests to the number of tokens to draft for each in this step.
 
-    A length holds for two steps at least: the second step drafts as many tokens as it verifies, so its time is that of
-    this length. A step's time begins at the end of the step before, since the device or the host work on one at a time.
-
-    Args:
-        max_num_draft: K.
-        clock: seconds.
-        longest_chain, cliff, trims: see StepTimes.
+    A length holds for at least two steps: the second one drafts as many tokens as it verifies, so its time is that of
+    the length. Steps are timed from end to end, since device and host each work on one at a time. `clock` returns
+    seconds; StepTimes describes `longest_chain`, `cliff` and `trims`.
     """
 
     def __init__(
@@ -150,8 +145,8 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
             request.spec_token_ids = request.spec_token_ids[:length]
 
     def _fill_a_graph(self, requests: list[Any]) -> bool:
-        """Whether K tokens of each request cost nothing: then all are planned, and the step is one full graph. With
-        more requests the tokens without a match cost more than a step that is no graph."""
+        """Whether K tokens per request cost nothing: then all are planned, and the step is one full graph. With more
+        requests the tokens without a match cost more than a step without a graph."""
         max_num_draft = self.num_spec_tokens
         return len(requests) * (1 + max_num_draft) <= _FREE and all(
             len(request.spec_token_ids) == max_num_draft == self._limit(request) and not request.use_structured_output
@@ -159,8 +154,8 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         )
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Cuts the plan of the next step for requests with structured output: vLLM fills a row of its mask for each
-        planned token."""
+        """Cuts the plan of requests with structured output, since vLLM fills a row of its mask for each planned
+        token."""
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         before, self._num_tokens = self._num_tokens, {}
         for request_id in draft_token_ids.req_ids:
@@ -180,5 +175,5 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         return draft_limit(limits.options, request.num_tokens, self.num_spec_tokens, limits.length_limit - 1)
 
     def _limits_of(self, request: Any) -> RequestLimits:
-        """The limits of the request's current turn: those of a session change."""
+        """The limits of the request's current turn: a session's limits change."""
         return RequestLimits.of(request.sampling_params, request.num_prompt_tokens, self.max_model_len)

@@ -1,1 +1,1 @@
-"""Model Runner V2: what became of drafts, counted on the device and read on the host one step later."""
+"""Model Runner V2: counts drafts and their outcomes on the device. The host reads the counts one step later."""

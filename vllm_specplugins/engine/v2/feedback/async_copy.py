@@ -11,11 +11,7 @@ from vllm_specplugins.draft import Int32Array
 
 
 class AsyncCopy:
-    """A copy of a few numbers of each row of a step, [num_reqs, any]; only its reader waits.
-
-    Args:
-        request_ids: the rows of the step.
-    """
+    """Copies a few numbers per row of a step, [num_reqs, any], to the host. Only the reader waits."""
 
     def __init__(self, request_ids: Sequence[str], values: torch.Tensor):
         self.request_ids = list(request_ids)
@@ -26,14 +22,12 @@ class AsyncCopy:
         self._arrived.record()
 
     def values(self) -> np.ndarray:
-        """The numbers, [num_reqs, any]; waits for them."""
         self._arrived.synchronize()
         return self._values.numpy()
 
 
 class DraftLengths:
-    """How many tokens were drafted for each request, on their way: a dictionary for those that iterate it, and in a
-    message to another process."""
+    """The number of draft tokens of each request, which is still being copied. Pickling turns it into a dictionary."""
 
     def __init__(self, arriving: AsyncCopy):
         self._arriving = arriving
@@ -47,12 +41,8 @@ class DraftLengths:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens that a step sampled, in vLLM's copy of them: complete once `arrived` has happened.
-
-    Args:
-        token_ids: [num_reqs, any].
-        num_sampled: [num_reqs], the tokens of each row that count.
-    """
+    """The tokens that a step sampled, complete once `arrived` has happened. Row i of `token_ids` [num_reqs, any],
+    vLLM's copy, has `num_sampled[i]` valid tokens."""
 
     request_ids: Sequence[str]
     arrived: Any
@@ -61,7 +51,6 @@ class SampledTokens:
 
     @classmethod
     def of(cls, output: Any) -> "SampledTokens":
-        """The tokens in an AsyncOutput of vLLM's."""
         request_ids = output.model_runner_output.req_ids
         return cls(request_ids, output.copy_event, output.sampled_token_ids, output.num_sampled_tokens_np)
 

@@ -1,9 +1,6 @@
 """Model Runner V2: follows drafts on the device until they are verified, counts them, and learns acceptance
-probabilities from them. On the host gate/draft_tracker.py does the same.
-
-The inputs are in buffers, where a recorded CUDA graph reads them. R: rows of the batch or of a graph, K: max draft
-tokens.
-"""
+probabilities from them, as gate/draft_tracker.py does on the host. A recorded CUDA graph reads the inputs from buffers.
+R: rows of the batch or of a graph, K: max draft tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,18 +21,17 @@ from vllm_specplugins.structures.drafts import DraftArrays
 
 
 class DraftTracker:
-    """Follows the drafts of all slots of requests. A graph's rows of padding have the slot after the last one.
+    """Follows the drafts of all request slots. The padding rows of a graph use the slot after the last one.
 
     Args:
-        num_stages: of a cascade; 1: a method that is alone.
-        max_num_draft: K.
+        num_stages: of a cascade; 1 for a single method.
 
     Attributes:
         accept_probs: [rows, K], of this step's drafts, 0 after a draft's end.
         shared_probs: the same by slot, where the host reads them, too; None: see new_accept_probs.
         implementation: of kernels/acceptance; "reference" where a kernel failed its check.
-        learned, fates: the observed draft where it is not the one sent (trees); of the last one (accepted + 1,
-            rejected), [R] int32 each.
+        learned: the observed draft if it is not the one sent (trees).
+        fates: the last draft's outcome, (accepted + 1, rejected), [R] int32 each.
     """
 
     implementation: str | None = None
@@ -57,7 +53,6 @@ class DraftTracker:
         self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests."""
         slots = {request.request_id: request.slot for request in requests}
         clear(self._state, async_tensor_h2d(np.array(list(slots.values())), self.device))
         if self._copies is not None:
@@ -65,12 +60,8 @@ class DraftTracker:
         self.tally.start(slots)
 
     def begin(self, num_reqs: int, *sampled: torch.Tensor) -> None:
-        """Begins a step.
-
-        Args:
-            sampled: slots, tokens sampled and tokens rejected, [num_reqs] each; none of them: a rehearsal, whose rows
-                are padding.
-        """
+        """Begins a step with slots, sampled tokens and rejected tokens, [num_reqs] each. Without them it is a
+        rehearsal, which has only padding rows."""
         self._rests = False
         if num_reqs != self._num_rows:
             for buffer, padding in zip(self._rows, (self._padding, 0, 0), strict=True):
@@ -84,7 +75,7 @@ class DraftTracker:
         self.tally.begin(bool(sampled))
 
     def rest(self) -> None:
-        """Takes a step without drafts: the next drafts get probability 1, so that they are verified whole."""
+        """Takes a step without drafts. The next drafts get probability 1, so that they are verified whole."""
         if self.shared_probs is None:
             self.accept_probs.fill_(1.0)
         else:
@@ -94,12 +85,11 @@ class DraftTracker:
         self._rests = True
 
     def rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R] each: slots, of padding any one, and tokens sampled, of padding 0."""
+        """Slots and numbers of sampled tokens, [R] each. A padding row has any slot and 0 tokens."""
         slots, num_sampled, _ = self.step_rows(num_rows)
         return slots.clamp(max=self._padding - 1), num_sampled
 
     def step_rows(self, num_rows: int) -> Rows:
-        """The first rows of this step."""
         return Rows(*(buffer[:num_rows] for buffer in self._rows))
 
     def observe(self, num_rows: int) -> None:
@@ -108,7 +98,7 @@ class DraftTracker:
         acceptance.observe(self._state, slots, *(self.fates or fates), self.implementation)
 
     def worth(self, drafts: DraftArrays, copies_from: int | None = None, other: Other | None = None) -> Worth:
-        """Weighs drafts against another stage; `copies_from`: rows copy if they gain this number of tokens."""
+        """Weighs drafts against another stage. Rows copy if they gain at least `copies_from` tokens."""
         slots, copies = self._rows.slots[: len(drafts.num_draft)], None
         if copies_from is not None and self._copies is not None:
             copies = self._copies.mapped, copies_from
@@ -121,7 +111,7 @@ class DraftTracker:
         return survival
 
     def watch_copies(self) -> None:
-        """From now on `worth` tells the host which requests copy."""
+        """Makes `worth` send the host which requests copy."""
         self._copies = new_accept_probs(self._padding, 1, self.device)
 
     def copies(self, slots: np.ndarray) -> bool:
@@ -129,12 +119,8 @@ class DraftTracker:
         return self._copies is not None and bool(self._copies.host[slots].all())
 
     def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool) -> None:
-        """Takes a step's drafts, counts them and the outcome of the last ones.
-
-        Args:
-            max_draft: [R], tokens that each row wanted.
-            rates: whether to predict `accept_probs`; else the caller has filled them in.
-        """
+        """Takes a step's drafts; counts them and the outcome of the last ones. `max_draft` [R] is the number of tokens
+        that each row wanted. Without `rates` the caller has filled in `accept_probs`."""
         num_rows, state, staged = len(max_draft), self._state, None
         learned = drafts if self.learned is None else self.learned
         rows, accept_probs = self.step_rows(num_rows), self.accept_probs[:num_rows]
@@ -153,7 +139,6 @@ class DraftTracker:
         self._num_draft[:num_rows] = drafts.num_draft
 
     def lengths(self, request_ids: Sequence[str]) -> DraftLengths:
-        """Begins to copy the lengths of this step's drafts; a reader waits for them."""
         return DraftLengths(AsyncCopy(request_ids, self._num_draft[: len(request_ids)]))
 
 

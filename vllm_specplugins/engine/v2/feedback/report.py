@@ -1,4 +1,4 @@
-"""Model Runner V2: reports the drafts of a step to the scheduler, with true lengths; vLLM's handler reports K each."""
+"""Model Runner V2: reports the true lengths of a step's drafts to the scheduler; vLLM's handler reports K each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,7 +25,6 @@ class _Report:
         """Does nothing: `tell` has the drafts already."""
 
     def get_draft_tokens(self) -> DraftTokenIds:
-        """The drafts, for a scheduler that plans after them or checks them."""
         lengths = dict(self._lengths.items())
         rows = self._rows() if self._rows else [[-1] * num for num in lengths.values()]
         return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
@@ -36,24 +35,21 @@ class _Report:
 
 
 class DraftReport(_Report):
-    """Reports drafts that the host knows."""
+    """Reports drafts that are on the host."""
 
     def tell(self, request_ids: Sequence[str], token_ids: Iterable[list[int]]) -> None:
-        """Takes the drafts of the step that ends now."""
         rows = list(token_ids)
         self._lengths, self._rows = dict(zip(request_ids, map(len, rows), strict=True)), lambda: rows
 
 
 class LateReport(_Report):
-    """Reports drafts that were made on the device; a reader of their lengths waits for a copy.
-
-    Only structured output reads them if drafts are trimmed on the device, or are all as long as planned.
-    """
+    """Reports drafts made on the device; a reader of their lengths waits for a copy. If drafts are trimmed on the
+    device, or always have the planned length, only structured output reads them."""
 
     trims: Callable[[], bool] = staticmethod(lambda: False)  # whether this holds; set by runner.attach
 
     def num_draft(self) -> DraftLengths | dict[str, int]:
-        """See _Report. A trimmed draft has none: they would cut the tree of a later step."""
+        """Returns no lengths of trimmed drafts, since they would cut the tree of a later step."""
         return {} if self.trims() else self._lengths
 
     def tell(self, outcomes: Any, input_batch: Any, drafts: torch.Tensor) -> None:

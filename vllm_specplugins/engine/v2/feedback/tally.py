@@ -1,8 +1,5 @@
-"""Model Runner V2: running totals of drafts and of their outcomes, on the device.
-
-No step reads them: a report begins a copy to the host, and the next report reads it. R: rows of the batch or of a
-graph, K: max draft tokens, M: stages.
-"""
+"""Model Runner V2: totals of drafts and their outcomes on the device. A report begins a copy to the host and the next
+report reads it, so no step waits. R: rows of the batch or of a graph, K: max draft tokens, M: stages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +16,7 @@ from vllm_specplugins.kernels.steps import KINDS, SUMS, Rows, Staged, Totals, ta
 
 
 class Tally:
-    """Totals of all requests together, and each request's for its acceptance rate.
+    """Totals of all requests, and of each request for its acceptance rate.
 
     Args:
         num_stages: M; 0: one total for all stages.
@@ -44,13 +41,12 @@ class Tally:
         self._moved = np.zeros(len(self._totals), np.int64)
 
     def begin(self, counts: bool) -> None:
-        """Begins a step; a rehearsal does not count."""
         if counts != self._counts_now:
             self._counts_now = counts
             self._once.fill_(counts)
 
     def rests(self, input_batch: Any, length: int) -> bool:
-        """Counts a step without a draft after a step without one, and returns True; False: the step has a draft."""
+        """Counts a step without a draft after another one and returns True; returns False if the step has a draft."""
         before, self._drafted = self._drafted, length
         if length or before or input_batch.has_prefill:
             return False
@@ -58,7 +54,7 @@ class Tally:
         return True
 
     def start(self, slots: dict[str, int]) -> None:
-        """Clears slots of requests that are new, or back after a preemption."""
+        """Clears the slots of requests that are new, or resumed after a preemption."""
         self._slots |= slots
         self._by_slot.index_fill_(0, async_tensor_h2d(np.array(list(slots.values())), self._by_slot.device), 0)
 
@@ -77,7 +73,7 @@ class Tally:
         return rates
 
     def add_rows(self, rows: Rows, wanted: torch.Tensor, num_draft: torch.Tensor, staged: Staged | None = None) -> None:
-        """Counts new drafts, and the outcome of the last ones: see kernels/steps."""
+        """Counts new drafts and the outcome of the last ones (kernels/steps)."""
         totals = Totals(self._totals, self._by_slot, self._once)
         tally(totals, rows, wanted, num_draft, self._width - 2, staged, self.implementation)
 
@@ -87,7 +83,7 @@ class Tally:
         slots: torch.Tensor,  # [R], -1: padding
         is_drawn: torch.Tensor | None = None,  # [R, T] bool, tokens that count; None: all
     ) -> None:
-        """Counts tokens that were drawn from logits that are no distribution."""
+        """Counts tokens drawn from logits that are no distribution."""
         is_broken = ~q_logits.amax(dim=-1).isfinite() & (slots >= 0)[:, None]
         if is_drawn is not None:
             is_broken &= is_drawn
@@ -119,5 +115,4 @@ class Tally:
 
 
 def _histogram(counts: Ints) -> dict[Any, int]:
-    """The counts that are not 0, by place."""
     return {tuple(place): int(counts[tuple(place)]) for place in np.argwhere(counts).tolist()}

@@ -1,4 +1,2 @@
-"""Model Runner V2: what drafts. `host.py` hands tokens to a proposer on the host, `device.py` drafts in one CUDA graph.
-
-`base.py` is what both are to vLLM's runner, with the target's layers on its paged KV cache (`paged.py`).
-"""
+"""Model Runner V2: the speculators. `host.py` serves proposers on the host, `device.py` drafts in one CUDA graph. Both
+extend `base.py`, which can run the target's layers on vLLM's paged KV cache (`paged.py`)."""

@@ -1,8 +1,6 @@
-"""Model Runner V2: the base of our speculators, with the buffers of those that run the target's layers.
-
-Nothing here waits for the device. Rows in the middle of their prompt are drafted for, too: the scheduler drops their
-tokens, and later steps overwrite their slots of the KV cache.
-"""
+"""Model Runner V2: the base of our speculators, with the buffers of those that run the target's layers. Nothing here
+waits for the device. Rows in the middle of their prompt are drafted for, too: the scheduler drops their tokens, and
+later steps overwrite their slots of the KV cache."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -29,11 +27,9 @@ from vllm_specplugins.target import Sampling, Target
 
 
 class Speculator(DraftModelSpeculator):
-    """For V2, a draft model without weights and attention layers.
-
-    `idx_mapping` has the slots of the rows. Drafting begins with vLLM's states of requests: a graph can read their
-    buffers. Sampling parameters are copied once a request, since vLLM's change places.
-    """
+    """A draft model without weights and attention layers, as V2 sees it. `idx_mapping` holds the slots of the rows.
+    Drafting reads vLLM's states of requests, from buffers that a graph can read. Sampling parameters are copied once
+    per request, since vLLM's copies change places."""
 
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
@@ -77,11 +73,10 @@ class Speculator(DraftModelSpeculator):
 
     @property
     def _most_tokens(self) -> int:
-        """The longest request; vLLM may fit it to the memory."""
+        """The longest request, read late because vLLM may fit it to the memory."""
         return self.vllm_config.model_config.max_model_len
 
     def spares(self, input_batch: Any) -> bool:
-        """Whether the built-in stage need only read tokens in this step."""
         return False
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -100,7 +95,7 @@ class Speculator(DraftModelSpeculator):
         self.supports_decode_metadata_update &= all(updates_in_place(group) for group in chain(*self.attn_groups))
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
-        """Builds metadata for the target's layers; the runner must see no layers of ours."""
+        """Builds metadata for the target's layers, but hides them, since the runner must see no layers of ours."""
         if not self.runs_target:
             return
         no_layers: set[str] = self.draft_attn_layer_names
@@ -135,7 +130,7 @@ class Speculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Called by vLLM; returns [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
+        """Returns drafts [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         num_reqs = input_batch.num_reqs
         rehearses = dummy_run or warms_up(input_batch.req_ids)
         if self.adapters_of is not None:
@@ -154,16 +149,16 @@ class Speculator(DraftModelSpeculator):
         return self.draft_tokens[:num_reqs]
 
     def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
-        """The rows of the states that the newest tokens were sampled from, [num_reqs]."""
+        """The rows of the states from which the newest tokens were sampled, [num_reqs]."""
         num_reqs = input_batch.num_reqs
         return input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
 
     def plan_for(self, seq_lens: torch.Tensor) -> None:
-        """Has attention plan for these lengths, on the host, and a draft; for drafts without a graph."""
+        """Sets the longest context that attention plans for, on the host: these lengths and a draft. No graphs."""
         self.draft_max_seq_len = min(int(seq_lens.max()) + self.num_speculative_steps, self._most_tokens)
 
     def _edit_of(self, input_batch: Any) -> Any:
-        """`draft.Target.edit`, which is rare: a step that needs it drafts without a graph."""
+        """Returns `draft.Target.edit`. It is rare, so a step that needs it drafts without a graph."""
         sampler = self.rejection_sampler()
         if not hasattr(sampler, "editor") or sampler.was_plain(input_batch):  # vLLM's has no editor
             return None
@@ -184,7 +179,7 @@ class Speculator(DraftModelSpeculator):
         return DraftBatch(request_ids, (), max_num_draft, [{}] * num_rows, target)
 
     def _target(self, num_rows: int, forward: Any, edit: Any) -> Target:
-        """The target as the states of requests have it; rows of padding have no request's token."""
+        """The target for these rows, from the states of requests; padding rows have no request's token."""
         req_states, verified = self._req_states, self.verified
         limits = () if verified is None else (verified.top_k, verified.top_p, verified.min_p)
         last_token_ids, num_tokens, temperature, seeds, *limits = newest(

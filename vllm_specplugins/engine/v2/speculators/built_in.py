@@ -1,5 +1,5 @@
-"""Model Runner V2: a drafter of vLLM's as a stage of a cascade. vLLM's factory makes it, and it runs in every step over
-all tokens, so that its KV cache holds each token that the target's does."""
+"""Model Runner V2: a drafter of vLLM's as a stage of a cascade. vLLM's factory creates it, and it reads all tokens of
+every step, so that its KV cache is complete."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from vllm_specplugins.structures.drafts import DraftArrays, better, of_stage
 
 
 class BuiltInDrafts:
-    """A source on the device: the drafts of vLLM's speculator, in its buffers of all steps.
+    """A source on the device: the drafts of vLLM's speculator, in its persistent buffers.
 
     Args:
         max_num_draft: K of the cascade.
-        tracker: it rates drafts by their `worth`.
+        tracker: rates drafts by their `worth`.
     """
 
     def __init__(self, theirs: Any, max_num_draft: int, tracker: Any):
@@ -39,7 +39,7 @@ class BuiltInDrafts:
         self._num, self._num_there = 0, torch.zeros((), dtype=torch.int32, device=theirs.device)
 
     def begin(self, num_tokens: int) -> None:
-        """A step in which it drafts num_tokens for each request."""
+        """Begins a step in which it drafts num_tokens for each request."""
         if num_tokens != self._num:
             self._num = num_tokens
             self._num_there.fill_(num_tokens)
@@ -48,12 +48,12 @@ class BuiltInDrafts:
         """Its drafting starts."""
 
     def take(self, drafts: torch.Tensor, num_tokens: int) -> "BuiltInDrafts":
-        """It has drafted; of the tokens of its drafts the first num_tokens are new."""
+        """Takes its drafts, of which the first num_tokens tokens are new."""
         self.begin(num_tokens)
         return self
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """For each row the draft of the source before or of this one, whichever gains more."""
+        """Chooses for each row the previous source's draft or this one's, whichever gains more."""
         assert prefix is not None
         drafts, gains = self.drafts(max_tokens), None
         if batch.rates:
@@ -62,7 +62,6 @@ class BuiltInDrafts:
         return better(prefix, drafts, gains)._replace(by_stage=by_stage)
 
     def drafts(self, max_tokens: torch.Tensor) -> DraftArrays:
-        """Its drafts for the first rows, at most max_tokens [R] each."""
         num_rows = len(max_tokens)
         token_ids = pad(self._token_ids[:num_rows].int().clamp_(min=0), self._padding)
         drafts = of_stage(MODEL, token_ids, torch.minimum(max_tokens, self._num_there), max_tokens * 0.0 + 1)
@@ -71,24 +70,22 @@ class BuiltInDrafts:
 
 
 class DraftsForHost:
-    """The drafts of vLLM's speculator in a step, on their way to the host, and the time that they took."""
+    """Copies the drafts of vLLM's speculator in a step to the host, and times them."""
 
     def __init__(self, theirs: Any):
         self._theirs, self._is_cuda = theirs, theirs.device.type == "cuda"
 
     def start(self) -> None:
-        """Its drafting starts."""
         self._start = self._mark()
 
     def take(self, drafts: torch.Tensor, num_tokens: int) -> "DraftsForHost":
-        """See BuiltInDrafts."""
         self._drafts = drafts[:, :num_tokens]
         self._accept_probs = self._theirs.draft_token_confidence_probs[: len(drafts), :num_tokens]
         self._end = self._mark()
         return self
 
     def of(self, rows: Sequence[int]) -> Offer:
-        """The drafts for these rows of the batch, which are waited for."""
+        """Waits for the drafts of these rows of the batch."""
         token_ids = self._drafts.to("cpu", torch.int32).numpy()[rows]
         accept_probs = self._accept_probs.cpu().numpy()[rows]
         ms = self._start.elapsed_time(self._end) if self._is_cuda else (self._end - self._start) * 1000
@@ -103,22 +100,21 @@ class DraftsForHost:
 
 
 class TrimmedGraphs(SpeculatorCudaGraphManager):
-    """vLLM's graphs of a drafter's first step, of any lengths up to `longest`, as the target's graphs are where drafts
+    """vLLM's graphs of a drafter's first step for any lengths up to `longest`, like the target's graphs where drafts
     are trimmed on the device; None: the batch has a prompt."""
 
     longest: int | None = None
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's signature, which lacks the longest."""
         return super().dispatch(*args, **{**kwargs, "max_query_len": self.longest})
 
 
 def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
-    """vLLM's speculator, made by its factory so that it reports the acceptance probability of each token: by a head
-    (dspark), or by vLLM's estimator, which reads the draft's logits. draft_model reports none: it has no graphs, and
-    the estimator would take a launch for each token.
+    """Creates vLLM's speculator so that it reports each token's acceptance probability, by a head (dspark) or by vLLM's
+    estimator, which reads the draft's logits. draft_model reports none: it has no graphs, and the estimator would take
+    a launch per token.
 
-    vLLM does this under adaptive verification alone, which only the factory sees: our gate trims the drafts. The
+    vLLM reports only under adaptive verification, so only the factory sees that setting: our gate trims the drafts. The
     estimator observes nothing, since verified tokens are often another stage's; the gate's records do.
     """
     alone = for_built_in(vllm_config)
@@ -133,7 +129,7 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
 
 
 def context_alone(theirs: Any) -> dict[str, Any]:
-    """Attributes that let a drafter of whole blocks (dflash, dspark) take in verified tokens and draft nothing."""
+    """Attributes with which a drafter of whole blocks (dflash, dspark) reads verified tokens and drafts nothing."""
     if not isinstance(theirs, DFlashSpeculator):
         return {}
     without = theirs.vllm_config, theirs.device, CUDAGraphMode.NONE, theirs.num_query_per_req
@@ -142,11 +138,9 @@ def context_alone(theirs: Any) -> dict[str, Any]:
 
 
 def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
-    """vLLM's speculator, changed so that ours gets its drafts and proposes.
-
-    The runner holds vLLM's, whose layers and KV cache it has to prepare. It was built with the K of its stage, but
-    takes in steps that verified up to `max_num_draft` tokens of each request.
-    """
+    """Changes vLLM's speculator so that it drafts first and ours proposes. The runner holds vLLM's, since it prepares
+    that speculator's layers and KV cache. It was built with the K of its stage, but reads steps that verified up to
+    `max_num_draft` tokens of each request."""
     propose, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
 
     def drafted(input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> Any:
@@ -164,7 +158,7 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
         return ours.built_in.take(drafts, num_tokens)
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
-        """The graphs of its first step, which takes in verified tokens, are as wide as a step of the target."""
+        """Records its first step, which reads verified tokens, as wide as a step of the target."""
         with replaced(theirs, {"num_speculative_steps": max_num_draft}):
             original_init(cudagraph_mode)
         # Its layers use the target's metadata, whose graphs are of any lengths where all layers attend alike.

@@ -1,9 +1,7 @@
-"""Model Runner V2: lookups, a model proposer, or a lookup beside one or a drafter of vLLM's, on the device.
-
-Nothing here waits. Matching, drafting, choosing, acceptance probabilities and counters are captured in one CUDA graph
-for each batch size and depth. Every rank of a tensor-parallel group draws the same noise, and so the same tokens. R:
-rows of the batch or of a graph, K: max tokens of a draft.
-"""
+"""Model Runner V2: lookups, a model proposer, or a lookup beside a model proposer or a drafter of vLLM's, on the device
+and without a wait. One CUDA graph per batch size and depth captures matching, drafting, choosing, acceptance
+probabilities and counters. All ranks of a tensor-parallel group draw the same noise, and so the same tokens. R: rows of
+the batch or of a graph, K: max tokens of a draft."""
 
 import time
 from collections.abc import Sequence
@@ -34,7 +32,7 @@ from vllm_specplugins.target import Target
 
 
 class DeviceSpeculator(Speculator):
-    """See the module. Drafting outside of a graph is guarded like any proposer."""
+    """Drafts on the device. Drafting outside of a graph is guarded like any proposer."""
 
     built_in: BuiltInDrafts | None
     budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
@@ -67,7 +65,7 @@ class DeviceSpeculator(Speculator):
         self._graphs_of: dict[int, Any] = {}  # by depth
 
     def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
-        """The proposer for the barrier; what it drafts with are the speculator's sources."""
+        """Builds the barrier's proposer, and the sources with which the speculator drafts."""
         if self._policy is None and self.lookups:
             self._sources = [self.lookups]
             return self.lookups.new_proposer(config, context)
@@ -102,7 +100,6 @@ class DeviceSpeculator(Speculator):
             self._graphs_of[depth] = kind(self.vllm_config, self.device, mode, decode_query_len=length)
 
     def capture(self) -> None:
-        """Records one graph for each batch size and depth."""
         title = "Capturing drafting CUDA graphs"
         for depth, graphs in self._graphs_of.items():
             self._depth, self._graphs = depth, graphs
@@ -113,27 +110,24 @@ class DeviceSpeculator(Speculator):
                 graphs.capture(lambda batch, warmup: lambda mode: self._draft(batch.num_reqs), title)
 
     def _draft(self, num_reqs: int, *parts: Any, **others: Any) -> None:
-        """Recorded by graphs. vLLM's signature: after the rows the number of tokens, attention's metadata and slots."""
+        """Runs as graphs record it. `parts`, by vLLM's signature: number of tokens, attention metadata, slots."""
         self._map_rows(num_reqs)
         forward = PagedForward(self, num_reqs, *parts[:3]) if self._depth else None
         target = self._target(num_reqs, forward, None) if self.runs_target else None
         self._draft_on_device(target, self._depth)
 
     def _map_rows(self, num_rows: int) -> None:
-        """Maps rows to slots of requests for vLLM's buffers and the target's layers, and says how much each wants."""
         self._wanted = self.limits.wanted(self.outcomes.step_rows(num_rows), self.idx_mapping[:num_rows])
 
     def release(self) -> None:
         """Drops references to the KV cache of vLLM's profile."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests."""
         super().add(requests)
         for part in (self.limits, self.outcomes, self.lookups):
             part.add(requests)
 
     def remove(self, request_ids: set[str]) -> None:
-        """Drops requests that finished, were aborted or were preempted."""
         self.lookups.remove(request_ids)
         if request_ids and self.runs_target:
             self.barrier.forget(sorted(request_ids))
@@ -142,7 +136,7 @@ class DeviceSpeculator(Speculator):
         return self.outcomes.copies(input_batch.idx_mapping_np)
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
-        """Whether nothing is drafted, as in the step before. A drafter of vLLM's has to see all tokens."""
+        """Whether this step drafts nothing, like the last one. A drafter of vLLM's has to see all tokens."""
         rests = self.built_in is None and self.tally.rests(input_batch, max_tokens)
         if rests:
             self.outcomes.rest()
@@ -151,7 +145,6 @@ class DeviceSpeculator(Speculator):
     def _draft_step(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
     ) -> None:
-        """Puts drafts into `draft_tokens`, and reports their lengths."""
         num_reqs = input_batch.num_reqs
         if self.lookups.late is not None:
             self.lookups.late.step(max_tokens)
@@ -177,7 +170,7 @@ class DeviceSpeculator(Speculator):
         self.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
-        """A dummy run costs what drafting costs, and belongs to no request. Without attention there is no KV cache."""
+        """A dummy run costs as much as drafting, and belongs to no request. Without attention there is no KV cache."""
         num_reqs, self._depth = input_batch.num_reqs, self._depths[-1]
         self._begin(num_reqs, self.num_speculative_steps)
         if not is_profile and self._replays(num_reqs):
@@ -192,7 +185,7 @@ class DeviceSpeculator(Speculator):
         self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
-        """Drafts by a graph of this depth and batch size, maybe with rows of padding, if there is one."""
+        """Drafts by a graph of this depth and batch size, maybe with padding rows; returns whether there is one."""
         self._graphs = graphs = self._graphs_of.get(self._depth)
         if graphs is None:
             return False
@@ -206,7 +199,6 @@ class DeviceSpeculator(Speculator):
         return True
 
     def _draft_on_device(self, target: Target | None, num_steps: int, longest: int | None = None) -> bool:
-        """Drafts for all rows that are mapped; see DeviceBatch."""
         slots, max_tokens, of_stages = self._wanted
         if self._rates:
             self.outcomes.observe(len(slots))
@@ -222,7 +214,7 @@ class DeviceSpeculator(Speculator):
         return True
 
     def _keep(self, drafts: DraftArrays, max_tokens: torch.Tensor) -> None:
-        """Puts drafts, and what their tokens were drawn from, where vLLM's verification looks for them; counts them."""
+        """Counts drafts, and puts them and their logits where vLLM's verification reads them."""
         self.outcomes.keep(drafts, max_tokens, self._rates)
         requests = self.idx_mapping[: len(max_tokens)]
         self.draft_tokens[: len(max_tokens)] = drafts.token_ids
@@ -235,7 +227,7 @@ class DeviceSpeculator(Speculator):
         put_logits(self._draft_logits, requests, drafts.token_ids, drafts.logits, is_certain)
 
     def _draft_nothing(self, num_reqs: int) -> None:
-        """After a fault: tokens that are verified, and certain."""
+        """Puts certain tokens in place of drafts after a fault, since vLLM verifies planned tokens."""
         none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
         self.outcomes.fates = self.outcomes.learned = None  # an earlier step's, of other rows
         self.outcomes.accept_probs[:num_reqs].zero_()
@@ -244,13 +236,13 @@ class DeviceSpeculator(Speculator):
 
     @property
     def _rates(self) -> bool:
-        """Whether acceptance probabilities are estimated from the stages' records."""
+        """Whether the stages' records estimate acceptance probabilities."""
         chooses = self.built_in is not None and self._policy == "auto"
         return bool(self.lookups) and (self.enable_adaptive_verification or chooses)
 
     @property
     def _estimate(self) -> Any:
-        """vLLM's estimator, which vLLM tells the fate of the last drafts, if drafts are trimmed."""
+        """vLLM's estimator, which vLLM updates with the fate of the last drafts, if drafts are trimmed."""
 
         def estimate(step: int, logits: torch.Tensor) -> None:
             self._maybe_predict_acceptance(logits, self.idx_mapping[: len(logits)], self._steps[step])

@@ -1,8 +1,6 @@
-"""Model Runner V2: a proposer that reads tokens on the host, with the target's layers or without.
-
-It waits for the sampled tokens, one small copy a step. Under tensor parallelism rank 0 drafts for the other ranks
-unless the target drafts: a time-out on one rank must not make the ranks verify different drafts.
-"""
+"""Model Runner V2: a proposer that reads tokens on the host, with the target's layers or without. It waits for one
+small copy of the sampled tokens per step. Under tensor parallelism rank 0 drafts for the other ranks unless the target
+drafts: a time-out on one rank must not make the ranks verify different drafts."""
 
 import time
 from collections.abc import Sequence
@@ -45,20 +43,19 @@ class HostSpeculator(Speculator):
         """Nothing to capture."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests; one may be the next turn of a session."""
+        """Adds requests, of which one may be the next turn of a session."""
         super().add(requests)
         self.remove({request.request_id for request in requests if request.request_id in self._requests})
         self._requests |= {request.request_id: request for request in requests if request.has_token_ids}
 
     def remove(self, request_ids: set[str]) -> None:
-        """Drops requests that finished, were aborted or were preempted."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
-        """Never: a proposer on the host sees every token."""
+        """Returns False, since a proposer on the host sees every token."""
         return False
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
@@ -94,8 +91,8 @@ class HostSpeculator(Speculator):
     def _read(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
     ) -> tuple[list[int], Int32Array, Int32Array]:
-        """Waits for the sampled tokens and appends them to the histories. Returns the rows that sampled one, and for
-        each the number of draft tokens accepted and rejected."""
+        """Waits for the sampled tokens and appends them to the histories. Returns the rows that sampled a token, and
+        their numbers of accepted and rejected draft tokens."""
         slots, req_states = input_batch.idx_mapping.long(), self._req_states
         lengths = req_states.total_len.gpu[slots, None]
         newest = req_states.all_token_ids.gpu[slots[:, None], (lengths + self._offsets).clamp_(min=0)]
@@ -145,8 +142,8 @@ class HostSpeculator(Speculator):
         return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs, draft.token_ids.shape[1])
 
     def _keep(self, draft: Draft) -> None:
-        """Copies a draft to where vLLM's verification looks for it. A draft may be shorter than the scheduler has
-        planned: vLLM also verifies the tokens after its end, which need a q, and have a one-hot one."""
+        """Copies a draft to where vLLM's verification reads it. If it is shorter than planned, vLLM also verifies the
+        tokens after its end, which get a one-hot q."""
         num_reqs, width = draft.token_ids.shape
         tokens, token_ids = self.draft_tokens[:num_reqs].zero_(), draft.token_ids  # vLLM 0.33 may have written -1
         if isinstance(token_ids, np.ndarray):  # tokens after a draft's end are arbitrary

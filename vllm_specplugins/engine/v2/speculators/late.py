@@ -1,9 +1,6 @@
-"""Model Runner V2: drafts of a proposer on the host that no step waits for.
-
-The proposer drafts in a thread from the tokens that have arrived, which are a step or two old. The device compares the
-draft with the tokens that were sampled since; if both agree, it drafts the tokens after these. R: rows of the batch, L:
-3 K + 2 tokens, a draft of K after two steps of K + 1 each.
-"""
+"""Model Runner V2: drafts of a proposer on the host without a wait. It drafts in a thread from the tokens that have
+arrived, which are a step or two old. The device compares the draft with the tokens sampled since; if they agree, it
+drafts the tokens after these. R: rows of the batch, L: 3 K + 2 tokens, a draft of K after two steps of K + 1 each."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -38,12 +35,7 @@ _Step = tuple[SampledTokens, list[tuple[int, Request]]]  # requests with their r
 
 
 class LateDrafts:
-    """See the module.
-
-    Args:
-        req_states: vLLM's states of requests.
-        max_num_draft: K.
-    """
+    """Drafts in the proposer's thread, and their table on the device."""
 
     guard: Guard  # of the proposer; set by runner.attach
 
@@ -75,7 +67,6 @@ class LateDrafts:
         self._ended += [request for request in gone if request in self._num_unread]
 
     def note(self, sampled: SampledTokens) -> None:
-        """Takes what a step sampled, on its way to the host."""
         names = enumerate(sampled.request_ids)
         requests = [(row, self._requests[name]) for row, name in names if name in self._requests]
         if not requests:
@@ -89,7 +80,7 @@ class LateDrafts:
             self._forget_all()
 
     def step(self, max_draft: int) -> None:
-        """Takes finished drafts and asks for more, on every rank, before a step that drafts at most so many tokens."""
+        """Takes finished drafts and asks for more, on every rank, before a step that drafts up to `max_draft`."""
         if self._drafts:
             self._max_draft = max_draft
             self._take_turns()
@@ -107,7 +98,7 @@ class LateDrafts:
         self._begin(self._max_draft)
 
     def _enter(self, drafted: tuple[Sequence[Request], Int32Array] | None) -> None:
-        """Puts drafts into the table, but for requests that have ended: another one may have their slot."""
+        """Puts drafts into the table, except those of ended requests, since another request may have their slot."""
         if drafted is None:
             return
         requests, rows = drafted
@@ -138,7 +129,7 @@ class LateDrafts:
         self.guard.forget(over)
 
     def _asked(self) -> tuple[list[str], dict[str, Request]]:
-        """The names of ended requests with all tokens here; and, by name, these and the requests with new tokens."""
+        """The ids of ended requests with all tokens here; and, by id, these and the requests with new tokens."""
         while self._unread and self._unread[0][0].arrived.query():
             self._read.append(self._unread.popleft())
             for _, request in self._read[-1][1]:
@@ -154,7 +145,6 @@ class LateDrafts:
     def _drafted(
         self, requests: Sequence[Request], wanted: set[Request], steps: deque[_Step]
     ) -> tuple[Sequence[Request], Int32Array]:
-        """Drafts in the proposer's thread; returns rows of the table."""
         while steps:
             sampled, rows_of = steps.popleft()
             for row, request in rows_of:
@@ -174,12 +164,12 @@ class LateDrafts:
         return requests, rows
 
     def _limit(self, request: Request) -> int:
-        """L tokens, or as many as the request has room for, if it may have drafts: the device applies its limits."""
+        """L tokens, or as many as the request has room for, if it may have drafts. The device applies its limits."""
         limits, num_tokens = request.limits, request.num_tokens
         return min(self._length, limits.length_limit - 1 - num_tokens) * limits.max_draft_tokens(num_tokens, 1)
 
     def _forget_all(self) -> None:
-        """Ends late drafts for all live requests: the proposer does not read."""
+        """Ends late drafts for all live requests, because the proposer does not read."""
         self.guard.forget([*self._requests, *(request.request_id for request in self._ended)])
         self._requests, self._num_unread, self._ended = {}, {}, []
         self._unread, self._read = deque(), deque()

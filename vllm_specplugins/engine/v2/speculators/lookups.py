@@ -1,5 +1,5 @@
-"""Model Runner V2: the source of drafts that copy, on the device: from requests' texts and references, and from a
-proposer on the host that sends drafts without a wait."""
+"""Model Runner V2: the device's source of drafts that copy, from requests' texts and references, and from a proposer on
+the host that sends drafts without a wait."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +19,7 @@ from vllm_specplugins.structures.drafts import DraftArrays, either, of_stage
 
 
 class Lookups:
-    """See the module. The drafts of the proposer go first: it has searched texts that the device does not hold.
-
-    Args:
-        req_states: vLLM's states of requests.
-    """
+    """Prefers the drafts of the proposer on the host, which has searched texts that the device does not hold."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, device: torch.device):
         config, self.texts, self.late = vllm_config.speculative_config, None, None
@@ -41,7 +37,6 @@ class Lookups:
         return bool(self._parts)
 
     def new_proposer(self, config: SpecConfig | StageConfig, context: ProposerContext) -> Any:
-        """The proposer of the barrier, or of a stage."""
         if self.late is None:
             return self.texts
         proposer: Any = build_proposer(config, replace(context, max_num_draft=late_length(context.max_num_draft)))
@@ -50,17 +45,15 @@ class Lookups:
         return proposer
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests."""
         for part in self._parts:
             part.add(requests)
 
     def remove(self, request_ids: set[str]) -> None:
-        """Drops requests that finished, were aborted or were preempted."""
         for part in self._parts:
             part.remove(request_ids)
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """See DeviceSource; it stands first."""
+        """Drafts as the first source, without a prefix."""
         matches = [] if self.late is None else [self.late.match(batch.slots, max_tokens)]
         if self.texts is not None:
             matches.append(self.texts.match(batch.slots, max_tokens, batch.longest))

@@ -14,11 +14,9 @@ from vllm_specplugins.engine.target.layers import PagedLayers
 
 
 class PagedForward(PagedLayers):
-    """target.PagedForward for the first rows of the speculator's buffers.
-
-    Metadata and slots that are given are those of a graph that is being recorded; otherwise they are made here. What
-    does not attend needs no KV cache: the memory for it is still being measured.
-    """
+    """target.PagedForward for the first rows of the speculator's buffers. Given metadata and slots belong to a graph
+    that is being recorded; otherwise they are created here. Without `attends` there is no KV cache yet: the memory for
+    it is still being measured."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class PagedForward(PagedLayers):
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
 
     def _at(self, run: Callable[..., torch.Tensor], fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Runs as many tokens at once as the buffers hold; later pieces read the KV cache of earlier ones."""
+        """Runs at most as many tokens at once as the buffers hold; later pieces read the KV cache of earlier ones."""
         max_length = self._speculator.max_num_tokens // self._num_reqs
         if positions.ndim == 1 or positions.shape[1] <= max_length:
             return super()._at(run, fed, positions)
@@ -75,8 +73,8 @@ class PagedForward(PagedLayers):
         return self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
 
     def _metadata_for(self, length: int) -> dict[str, Any] | None:
-        """Attention metadata over the speculator's buffers; a graph's is there, that of single tokens is made once, if
-        it can be."""
+        """Attention metadata over the speculator's buffers: a graph's, or for single tokens one that is reused if
+        possible."""
         speculator = self._speculator
         if length * self._num_reqs == self._num_tokens and self._metadata is not None:
             speculator._update_draft_decode_metadata(self._metadata, self._num_reqs)

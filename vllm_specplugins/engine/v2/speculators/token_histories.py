@@ -1,8 +1,6 @@
-"""Model Runner V2: the token histories that prompt lookup searches on the device.
-
-vLLM holds all tokens of requests on the device if `use_dense_all_token_ids` is set: max_num_seqs x max_model_len x 4
-bytes. A request's reference is copied to the device once, when the request is added.
-"""
+"""Model Runner V2: the token histories that prompt lookup searches on the device. With `use_dense_all_token_ids` vLLM
+holds all tokens of requests there: max_num_seqs x max_model_len x 4 bytes. A request's reference is copied once, when
+the request is added."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,12 +19,7 @@ _ALIGNED = 16  # tokens, where a reference begins
 
 
 class TokenHistories:
-    """Histories and references of all slots.
-
-    Args:
-        req_states: vLLM's states of requests.
-        max_num_draft: K.
-    """
+    """Histories and references of all slots."""
 
     implementation: str | None = None  # of the kernel; the reference where the kernel failed its check
 
@@ -55,7 +48,7 @@ class TokenHistories:
         self.histories.distances.index_fill_(0, slots, NO_MATCH)
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
+        """Drops requests that finished, were aborted or were preempted; steps in flight still read them."""
         for request_id in request_ids:
             if request_id in self._taken:
                 self._spans.give_back(*self._taken.pop(request_id))
@@ -77,7 +70,7 @@ class TokenHistories:
         )
 
     def _entered(self, request: Request) -> tuple[int, int]:
-        """Where the reference of a request begins, and how long it is; it is empty where there is none, or no room."""
+        """The start and length of a request's reference; the length is 0 without a reference or without room."""
         text = np.array(request.limits.options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
         size = -(-len(text) // _ALIGNED) * _ALIGNED
         start = self._spans.take(size) if size else None

@@ -1,9 +1,6 @@
-"""Model Runner V2: a model proposer that drafts trees, maybe with a lookup's chain in them. The scheduler plans a whole
-tree, a chain, or no draft.
-
-The acceptance probabilities of a lookup are learned from the emitted tokens beside its chain, whichever path of the
-tree was accepted. R: rows, K: nodes of a tree.
-"""
+"""Model Runner V2: a model proposer that drafts trees, which may contain a lookup's chain. The scheduler plans a whole
+tree, a chain, or no draft. A lookup's acceptance probabilities are learned from the emitted tokens beside its chain,
+whichever path of the tree was accepted. R: rows, K: nodes of a tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +19,7 @@ from vllm_specplugins.target import Target
 
 
 class TreeSpeculator(DeviceSpeculator):
-    """See the module. It is a source itself: of trees, and of a model's chains in shorter steps."""
+    """Drafts trees. It is also a source: of trees, and of a model's chains in shorter steps."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
@@ -38,11 +35,9 @@ class TreeSpeculator(DeviceSpeculator):
         return self
 
     def release(self) -> None:
-        """See DeviceSpeculator."""
         self.trees.release()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests."""
         super().add(requests)
         self.trees.add([request.slot for request in requests], [self._may_branch(request) for request in requests])
 
@@ -72,7 +67,7 @@ class TreeSpeculator(DeviceSpeculator):
         return (num_right + 1) * is_newest, (num_right < num_sampled).int() * is_newest
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """See DeviceSource: a tree with the prefix in it if there are steps for a tree, else a chain."""
+        """Drafts a tree that contains the prefix if there are enough steps, else a chain."""
         rows = self.idx_mapping[: len(batch.slots)]
         if batch.num_steps < self.num_speculative_steps:
             self.trees.put(rows, self.trees.chain)
@@ -94,7 +89,6 @@ class TreeSpeculator(DeviceSpeculator):
         return drafts
 
     def _grown(self, batch: DeviceBatch, rows: torch.Tensor, may_branch: Any = True, other: Any = None) -> DraftArrays:
-        """A tree of each row, or a chain."""
         may_branch = self.trees.branches(rows) & may_branch
         tree = self._proposer.draft_tree(batch.target, self.num_speculative_steps, may_branch, other)
         self.trees.put(rows, tree.parents)

@@ -1,8 +1,8 @@
-"""The trees of all slots of requests, and what a step does with them, all on the device and without waiting.
+"""The draft trees of all request slots, and their part in a step, on the device and without a wait.
 
-Slots of the KV cache go by a node's index, positions by its depth. A tree stays until the request's next draft; the
-scheduler may cut it. Whatever tree stands here is verified exactly: it says what was fed, and where. S: slots of
-requests, W: nodes, root included.
+A node's slot of the KV cache follows its index, its position follows its depth. A tree stays until the request's next
+draft; the scheduler may cut it. Any tree is verified exactly, since the tables hold the nodes that were fed and their
+places. S: slots of requests, W: nodes, root included.
 """
 
 from typing import Any
@@ -22,10 +22,10 @@ from vllm_specplugins.kernels.trees.reference import ancestors
 
 
 class Trees:
-    """See the module.
+    """The tables of all trees.
 
     Args:
-        num_nodes: of a tree beside its root, W - 1.
+        num_nodes: of a tree without its root, W - 1.
     """
 
     implementation: str | None = None  # of kernels/trees
@@ -50,7 +50,6 @@ class Trees:
         self._caches: list[torch.Tensor] = []
 
     def attach(self, runner: Any) -> None:
-        """Puts it around a runner's steps."""
         self._runner = runner
         wrap(runner, "prepare_attn", self._prepare)
         wrap(runner, "sample", self._sample)
@@ -83,15 +82,15 @@ class Trees:
         compact(self._caches, self._pointers, table, path[:, 0], path, num_emitted * 0, self.implementation)
 
     def add(self, slots: list[int], branches: list[bool]) -> None:
-        """Requests that are new, or back after a preemption, and whether they may have trees: what edits a row's logits
-        by what stands before it, or reports them, takes that for a chain."""
+        """Adds requests that are new, or resumed after a preemption. Only those with `branches` may have trees: edits
+        of a row's logits by earlier tokens, and reports of logits, assume a chain."""
         branches = [branch and not self._only_chains for branch in branches]
         rows, branches_there = async_tensor_h2d(np.array([slots, branches]), self.bits.device)
         self._branches[rows] = branches_there.bool()
         self.put(rows, self.chain)
 
     def stop(self, rejection_sampler: Any) -> None:
-        """From now on drafts are chains; before any is made."""
+        """Makes all drafts chains; called before the first draft."""
         self._only_chains, rejection_sampler.trees = True, None
 
     def branches(self, rows: torch.Tensor) -> torch.Tensor:
@@ -105,11 +104,10 @@ class Trees:
         self._depths[rows], self._ancestors[rows] = ancestors(parents)
 
     def table_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of tables for these slots, -1 for padding."""
         return torch.where(rows < 0, self._num_slots, rows)
 
     def _prepare(self, prepare: Any, input_batch: Any) -> Any:
-        """Slots of the KV cache are made of positions by index; after that these are by depth, until it samples."""
+        """Lets vLLM compute KV slots from positions by index, then sets positions by depth until the step samples."""
         prepared = prepare(input_batch)
         self._step, self.masks = None, input_batch.num_draft_tokens > 0 and not self._only_chains
         if self.masks:
@@ -124,14 +122,14 @@ class Trees:
         return prepared
 
     def _sample(self, sample: Any, hidden_states: Any, input_batch: Any, *rest: Any) -> Any:
-        """What samples goes by index."""
+        """Restores positions by index, which sampling needs."""
         self.masks = False
         if self._step is not None:
             input_batch.positions[input_batch.logits_indices] -= self._shift
         return sample(hidden_states, input_batch, *rest)
 
     def _move(self, postprocess: Any, idx_mapping: Any, num_sampled: Any, *rest: Any) -> None:
-        """Before anybody drafts from them; where nothing is sampled vLLM says 0 for all."""
+        """Moves accepted K/V before the next draft reads them; vLLM passes the integer 0 if nothing is sampled."""
         if self._step is not None and isinstance(num_sampled, torch.Tensor):
             slots, num_reqs = idx_mapping.long(), len(num_sampled)
             table = self._runner.block_tables.block_tables[0].gpu[slots]
@@ -140,7 +138,7 @@ class Trees:
         postprocess(idx_mapping, num_sampled, *rest)
 
     def last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
-        """Where the state stands that each request's newest token was sampled from, [R] int64."""
+        """The row of the state from which each request's newest token was sampled, [R] int64."""
         last = input_batch.query_start_loc[1 : input_batch.num_reqs + 1].long() - 1
         if self._step is None:
             return last
@@ -149,7 +147,7 @@ class Trees:
         return last - (input_batch.cu_num_logits.diff() - 1) + node
 
     def _record(self, capture_model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Graphs of more than one token a request are of steps that verify trees."""
+        """Records graphs with masks: those of more than one token per request serve steps that verify trees."""
         self.masks = not self._only_chains
         try:
             return capture_model(*args, **kwargs)
@@ -168,7 +166,7 @@ class Trees:
         sampling: Sampling,
         *_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `rejection_sample` with a one-hot q: a row's token is drawn with the noise of its depth, and followed."""
+        """Draws each row's token like `rejection_sample` with a one-hot q, with its depth's noise, and follows it."""
         states, local, num_logits = states.long(), local.long(), len(logits)
         places = positions + self._depths[states, local] - local
         alone = torch.arange(num_logits + 1, dtype=torch.int32, device=logits.device)

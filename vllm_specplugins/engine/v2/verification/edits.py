@@ -1,4 +1,4 @@
-"""Model Runner V2: vLLM's edits of logits before the temperature; its three processors take one launch."""
+"""Model Runner V2: vLLM's edits of logits before the temperature, with its three processors in one launch."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class LogitsEditor:
         self._watch()
 
     def _watch(self) -> None:
-        """Tracks which requests are edited; vLLM's flag counts temperatures, too."""
+        """Tracks which requests are edited; vLLM's flag also counts temperatures."""
         add_request = self._sampler.add_request
 
         def add(req_idx: int, sampling_params: Any) -> None:
@@ -60,7 +60,7 @@ class LogitsEditor:
         max_num_draft: int,
         context: LogitsContext,
     ) -> torch.Tensor:
-        """Edited logits, float32, in the order of vLLM's sampler; the same tensor where there is nothing to do."""
+        """Edits logits in vLLM's order, in float32; returns the same tensor if there is nothing to do."""
         requests = context.idx_mapping_np
         if not self.edits_any(requests):
             return logits
@@ -77,16 +77,14 @@ class LogitsEditor:
         return edited
 
     def edit_of_drafts(self, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray) -> Any:
-        """`draft.Target.edit` for these request states; None where no request asks for edits.
-
-        What other processors do, and a thinking budget, is not foreseen.
-        """
+        """`draft.Target.edit` for these request states; None if no request asks for edits. It ignores other processors
+        and thinking budgets."""
         if not self.edits_any(idx_mapping_np):
             return None
         return partial(edit_drafted, idx_mapping, self.edits())
 
     def edits(self) -> Edits:
-        """The arrays as they are at this step; always all, so that there is one kernel to compile."""
+        """The arrays at this step; always all of them, so that only one kernel is compiled."""
         bias, penalties, bad_words = self._bias, self._penalties, self._bad_words
         return Edits(
             Allowed(bias.num_allowed_token_ids.gpu, bias.allowed_token_ids.gpu),

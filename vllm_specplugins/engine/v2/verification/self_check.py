@@ -1,8 +1,6 @@
-"""Model Runner V2: our kernels are checked on a device before they serve (kernels/self_check.py), and warmed.
-
-vLLM takes over where a kernel differs from its reference or does not compile: its verification knows all parameters,
-too, and a draft that needs a q is empty. See engine/self_check.py, too.
-"""
+"""Model Runner V2: checks our kernels on a device before they serve (kernels/self_check.py), and warms them up. Where a
+kernel differs from its reference or does not compile, vLLM takes over: its verification supports all parameters, and a
+draft that needs a q is empty."""
 
 from typing import Any
 
@@ -46,7 +44,6 @@ def prepare(runner: Any, speculator: Any) -> None:
 
 
 def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
-    """Does without the kernels that failed on any rank."""
     failed = _agreed({_reported(finding) for finding in findings if finding.problem})
     if failed & {"verification", "edits"}:
         verify_as_vllm(runner)
@@ -89,7 +86,6 @@ def stop_drafting(speculator: Any) -> None:
 
 
 def _reported(finding: Finding) -> str:
-    """Logs a finding in one sentence; returns the kind of its kernel."""
     kind = finding.name.split(",")[0]
     remedy = _REMEDIES.get(kind, "vLLM verifies")
     logger.warning("Self-check of %s: it %s; %s.", finding.name, finding.problem, remedy)
@@ -97,7 +93,7 @@ def _reported(finding: Finding) -> str:
 
 
 def _agreed(failed: set[str]) -> set[str]:
-    """The kinds that failed on any rank: all ranks must verify alike."""
+    """The kinds that failed on any rank, since all ranks must verify alike."""
     group = get_tp_group()
     if group.world_size == 1:
         return failed

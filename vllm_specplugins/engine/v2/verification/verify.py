@@ -1,9 +1,7 @@
-"""Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's samplers.
-
-The operation applies temperature, top-k, top-p and min-p. A step is plain if no request of its batch needs more: then
-the operation reads logits, tokens and positions as the runner has them, in two launches, with drafts or without.
-edits.py edits logits before the temperature.
-"""
+"""Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's samplers. The operation applies
+temperature, top-k, top-p and min-p; edits.py edits logits before the temperature. A step is plain if no request of its
+batch needs more than the operation, which then reads the runner's logits, tokens and positions in two launches, with
+drafts or without."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +30,7 @@ _Batch = tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tenso
 
 
 def attach(runner: Any) -> None:
-    """Sets our verification as `ModelState.custom_sampler`, vLLM's seam, when the runner loads its model."""
+    """Sets our verification as `ModelState.custom_sampler`, vLLM's hook, when the runner loads its model."""
     original = model_runner.init_model_state
 
     def load(load_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +54,7 @@ def attach(runner: Any) -> None:
 
 
 class FusedSampler(Sampler):
-    """vLLM's sampler of steps without drafts with the same operation in it: seeds mean the same in all steps."""
+    """vLLM's sampler of steps without drafts with the same operation, so that seeds mean the same in all steps."""
 
     rejection: "FusedRejectionSampler"
 
@@ -68,7 +66,7 @@ class FusedSampler(Sampler):
 
 
 class FusedRejectionSampler(RejectionSampler):
-    """vLLM's rejection sampler with our operation in it; it gives the sampler of steps without drafts the same."""
+    """vLLM's rejection sampler with our operation, which the sampler of steps without drafts shares."""
 
     trees: Any = None  # trees.state.Trees, where drafts are trees
 
@@ -85,7 +83,6 @@ class FusedRejectionSampler(RejectionSampler):
     def __call__(
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
     ) -> Any:
-        """vLLM's signature; a step that is not plain may be verified in pieces."""
         if draft_logits is None and invalid_drafts is None:
             output = self.plain(logits, input_batch, self.num_speculative_steps)
             if output is not None:
@@ -93,7 +90,6 @@ class FusedRejectionSampler(RejectionSampler):
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def plain(self, logits: torch.Tensor, input_batch: Any, max_num_draft: int) -> SamplerOutput | None:
-        """The output of a plain step; None for others."""
         batch = self.editor.num_added, input_batch.req_ids
         if batch != self._batch:
             self._batch, self._plain = batch, self._plain_sampling(input_batch.idx_mapping_np)
@@ -115,16 +111,14 @@ class FusedRejectionSampler(RejectionSampler):
         )  # fmt: skip
 
     def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
-        """The parameters of a plain step; None for others. They are a function of the requests alone."""
+        """The parameters of a plain step, which depend on the requests alone; None for other steps."""
         asks = self.editor.edits_any(idx_mapping_np) or self.sampler.get_logprobs_dims(idx_mapping_np) is not None
         return self._sampling(idx_mapping_np) if self._is_ever_plain and not asks else None
 
     def was_plain(self, input_batch: Any) -> bool:
-        """Whether this batch was verified as a plain step."""
         return self._plain is not None and self._batch == (self.editor.num_added, input_batch.req_ids)
 
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
-        """The parameters of all request states; None for those that this batch does not use."""
         states = self.sampler.sampling_states
         top_k, top_p, min_p = (tensor.np[idx_mapping_np] for tensor in (states.top_k, states.top_p, states.min_p))
         return Sampling(
@@ -144,7 +138,6 @@ class FusedRejectionSampler(RejectionSampler):
         max_num_draft: int,
         draft_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Processed logits, and the operation's result for the edited ones."""
         sampler, (expanded, idx_mapping, requests, pos, input_ids, local_pos, seq_lens) = self.sampler, batch
         context = LogitsContext(expanded, idx_mapping, requests, local_pos, input_ids, pos, seq_lens)
         edited = self.editor.edit(logits, layout, max_num_draft, context)
@@ -157,7 +150,6 @@ class FusedRejectionSampler(RejectionSampler):
     def sample(
         self, logits: torch.Tensor, *batch: Any, return_logprobs: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """vLLM's signature; every row is a request without a draft."""
         idx_mapping, _, _, pos, input_ids, *_ = batch
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         layout = rows, input_ids, pos + 1, idx_mapping
@@ -205,7 +197,7 @@ class FusedRejectionSampler(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> Any:
-        """vLLM's signature; honours `logprob_token_ids`, which vLLM ignores in steps with drafts."""
+        """Honours `logprob_token_ids`, which vLLM ignores in steps with drafts."""
         state = self.sampler.logprob_token_ids_state
         num_token_ids = state.max_num_token_ids(self._idx_mapping_np)
         num_reqs, num_logits = len(num_sampled), len(logits)

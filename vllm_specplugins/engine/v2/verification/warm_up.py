@@ -1,9 +1,7 @@
-"""Model Runner V2: runs every variant of our kernels that serving can launch once, before the first request.
-
-Triton compiles a kernel at its first launch with new types and constants. The logits are dummies from the model's head,
-as many as a step may have, so vLLM's memory profile holds the memory of verification. If drafts are trimmed, a step has
-at most the rows that vLLM verifies at once. N: requests, K: num_speculative_tokens.
-"""
+"""Model Runner V2: runs every variant of our kernels that serving can launch, before the first request, since Triton
+compiles a kernel at its first launch with new types and constants. The logits are dummies from the model's head, as
+many as a step may have (with trimming, as many as vLLM verifies at once), so vLLM's memory profile includes
+verification. N: requests, K: num_speculative_tokens."""
 
 import itertools
 from typing import Any
@@ -50,7 +48,6 @@ def _verify(
     num_reqs: int,
     num_draft: int,
 ) -> None:
-    """Runs steps with and without drafts, on edited logits and on the model's."""
     num_reqs = max(1, min(num_reqs, get_max_chunk_logits(logits.shape[-1]) // (num_draft + 1)))  # vLLM splits others
     for num_tokens, is_edited in itertools.product((0, num_draft), (True, False)):
         width = num_tokens + 1
