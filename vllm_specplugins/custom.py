@@ -108,7 +108,7 @@ def option_checks(config: SpecConfig) -> list[OptionCheck]:
 
 
 def check_gone(config: SpecConfig) -> None:
-    """Raises ConfigError for a class that asks for what proposers of earlier versions were given."""
+    """Raises ConfigError for a class with `reads_likeliest`, which proposers of earlier versions could ask for."""
     if any(asks is True for asks in _attributes(config, "reads_likeliest").values()):
         raise ConfigError(f"{config.method}: reads_likeliest went: a proposer reads the requests' tokens alone.")
 
@@ -124,11 +124,8 @@ def _attributes(config: SpecConfig, name: str) -> dict[str, Any]:
 
 
 def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
-    """The class or function at "package.module:name".
-
-    Raises:
-        ConfigError: it is missing, its module raises or exits, or it cannot be called or follows another protocol.
-    """
+    """The class or function at "package.module:name". Raises ConfigError if it is missing, if its module raises or
+    exits, or if it cannot be called or follows another protocol."""
     module, _, name = path.partition(":")
     try:
         with _same_signals():

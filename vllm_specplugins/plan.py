@@ -1,7 +1,5 @@
-"""Decides once where a method drafts, on which schedule, who chooses drafts' lengths, and whether vLLM trims them.
-
-The start's log and `doctor` print the plan; docs/compatibility.md has it as a table.
-"""
+"""Decides once where a method drafts, on which schedule, who chooses drafts' lengths, and whether vLLM trims them. The
+start's log and `doctor` print the plan; docs/compatibility.md has it as a table."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -29,13 +27,9 @@ class Chooser(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Facts about an engine, named as in vLLM; by default those of one GPU where everything is possible.
-
-    Args:
-        asked_async: `async_scheduling` as the user gives it; `async_scheduling` is as vLLM decides it.
-        scheduler_cls: the user's scheduler.
-        untrimmed_for: why vLLM's adaptive verification cannot trim drafts; None: it can.
-    """
+    """Facts about an engine, named as in vLLM; by default those of one GPU where everything is possible. `asked_async`
+    is the user's `async_scheduling`. `untrimmed_for` says why vLLM's adaptive verification cannot trim drafts, if
+    so."""
 
     use_v2_model_runner: bool = True
     asked_async: bool | None = None

@@ -74,11 +74,8 @@ class _Reference(msgspec.Struct):
 
 
 def read_options(raw: Any, max_model_len: int) -> Options:
-    """The dictionary of a request's options, decoded if it is JSON text.
-
-    Raises:
-        ConfigError: it is neither, or the text is too long or has too many brackets or token ids.
-    """
+    """The dictionary of a request's options, decoded if it is JSON text. Raises ConfigError if it is neither, or if the
+    text is too long or has too many brackets or token ids."""
     options = raw
     if isinstance(raw, str):
         longest = MAX_OTHER_BYTES + CHARACTERS_PER_TOKEN * max_model_len
@@ -216,11 +213,8 @@ def check_number(num_tokens: int, max_model_len: int) -> None:
 
 
 def token_bytes(value: Any, limits: Limits) -> bytes:
-    """Token ids, a list or a bytearray of int32, as int32 bytes.
-
-    Raises:
-        ConfigError: it is something else, has too many ids, or ids that the model does not have.
-    """
+    """Token ids, a list or a bytearray of int32, as int32 bytes. Raises ConfigError for something else, for too many
+    ids, and for ids that the model does not have."""
     token_ids = None
     if isinstance(value, bytearray):
         token_ids = np.frombuffer(value, np.int32)
@@ -258,8 +252,7 @@ def received(options: Options) -> Options:
 
 
 def draft_limit(options: Options, num_tokens: int, max_num_draft: int, length_limit: int) -> int:
-    """The largest number of tokens to draft in a step; the target emits one more, and `length_limit` includes the
-    prompt.
+    """The largest number of tokens to draft in a step; the target emits one more. `length_limit` includes the prompt.
 
     >>> draft_limit({}, 100, 5, 4096), draft_limit({}, 100, 5, 104), draft_limit({"max_draft": 2}, 100, 5, 4096)
     (5, 3, 2)

@@ -79,9 +79,9 @@ class Target:
         num_tokens: [num_reqs] int64, length of each request with that token.
         last_hidden_states: [num_reqs, hidden_size], from which the newest token was sampled.
         sampling: temperatures and seeds.
-        edit: (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to the logits with the edits
-            of verification (bias, penalties, forbidden tokens) after that many draft tokens, for the tokens at these
-            positions; each request has equally many of the N rows. None if no request has edits.
+        edit: maps (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to the logits with
+            the edits of verification (bias, penalties, forbidden tokens) after that many draft tokens, for the tokens
+            at these positions; each request has equally many of the N rows. None if no request has edits.
     """
 
     forward: PagedForward
@@ -117,8 +117,8 @@ class Reading:
         positions: [N] positions within the request, consecutive.
         token_ids: [N] int32 at these positions.
         next_ids: [N] int32 emitted after them.
-        states: [N, hidden_size] after the final norm, on the target's device; before them in a row those of an exit in
-            training, NaN if it did not run.
+        states: [N, hidden_size] after the final norm, on the target's device. Each row begins with the states of an
+            exit in training, if any: NaN if it did not run.
         gone: requests that ended since the last step.
     """
 

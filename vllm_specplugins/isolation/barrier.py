@@ -1,4 +1,4 @@
-"""The fault barrier: the adapters' door to a proposer. It always returns a valid draft, in a fault an empty one."""
+"""The fault barrier: adapters call a proposer through it, and always get a valid draft, in a fault an empty one."""
 
 import logging
 import time
@@ -20,14 +20,9 @@ LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something 
 
 
 class FaultBarrier:
-    """Calls a proposer through a guard, and counts its drafts.
-
-    Args:
-        max_num_draft: K.
-        time_budget_ms: limit for one step, in a thread of the proposer; None calls it in the caller's thread without a
-            limit (proposers that run the target, and cascades: their stages have guards).
-        ends_process: see Guard.
-    """
+    """Calls a proposer through a guard, and counts its drafts. `time_budget_ms` limits one step, in a thread of the
+    proposer; None calls it in the caller's thread without a limit (proposers that run the target, and cascades: their
+    stages have guards)."""
 
     def __init__(
         self,

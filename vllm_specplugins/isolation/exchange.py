@@ -121,11 +121,8 @@ def checked_draft(
     vocab_size: int,
     runs_target: bool = False,
 ) -> Draft:
-    """A copy of the draft, after its types, shapes and values were checked; `draft` may be anything.
-
-    Args:
-        runs_target: such a proposer is one of ours, and its tensors pass unread: reading them would wait for the
-            device.
+    """A copy of the draft, after checks of its types, shapes and values; `draft` may be anything. A proposer that runs
+    the target is one of ours, and its tensors pass unread: reading them would wait for the device.
 
     Raises:
         Nonsense: a field has another type, dtype or shape than draft.Draft says, or a value out of range.

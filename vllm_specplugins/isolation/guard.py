@@ -1,8 +1,6 @@
-"""A guard calls one proposer, alone or as a stage of a cascade, and turns its faults into missing drafts.
-
-An exception, a late answer and an invalid answer are faults. Repeated faults switch the proposer off for a while. A
-fault that a request caused costs that request its drafts instead.
-"""
+"""A guard calls one proposer, alone or as a stage of a cascade, and turns its faults into missing drafts: exceptions,
+late answers and invalid ones. Repeated faults switch the proposer off for a while. A fault that a request caused costs
+that request its drafts instead."""
 
 import os
 import sys
@@ -32,8 +30,6 @@ class Guard:
     """Calls one proposer; passes feedback and ended requests to it before its next call.
 
     Args:
-        name: the proposer's, for the log.
-        health: counts its faults.
         budget_ms: time that the proposer may take in one step; None sets no limit.
         in_thread: True calls the proposer in a thread, stops all of its exceptions and abandons a call that exceeds the
             budget. False calls it in the engine's thread: a proposer that runs layers of the target uses the engine's

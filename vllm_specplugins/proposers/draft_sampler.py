@@ -29,13 +29,8 @@ LARGEST_PROB = 1 - 16.0**-2  # a head is trusted no further: its acceptance prob
 
 
 class Prefix(NamedTuple):
-    """The draft tokens before the next tokens of rows.
-
-    Args:
-        positions: [N] int64, of the next tokens.
-        drafts: [N, T] draft tokens before them, which edits of the logits count.
-        counts: [N] how many of those; None: T.
-    """
+    """The draft tokens before the next tokens of rows, which stand at `positions` [N] int64: `drafts` [N, T], of which
+    edits of the logits count the first `counts` [N] (None: T)."""
 
     positions: torch.Tensor
     drafts: torch.Tensor
@@ -144,12 +139,8 @@ class ModelProposer(Proposer):
         rates: bool = False,
         followed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Steps:
-        """Drafts token by token after each request's newest one.
-
-        Args:
-            rates: whether to compute each step's largest probabilities.
-            followed: [R, >= num_steps] int tokens that are fed in place of the chosen ones, and [R] int, how many.
-        """
+        """Drafts token by token after each request's newest one, with each step's largest probabilities if `rates`.
+        `followed` are [R, >= num_steps] int tokens that are fed in place of the chosen ones, and [R] int, how many."""
         tokens, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
         steps, of_one_pass = Steps.of(target, num_steps), self.one_pass(target, num_steps) if num_steps else None
         fed = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
@@ -185,6 +176,7 @@ class ModelProposer(Proposer):
         raise NotImplementedError
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] of states [N, H]."""
         logits: torch.Tensor = (target.forward if self.head is None else self.head).logits(states)
         return logits
 

@@ -79,17 +79,14 @@ class EarlyExit(ModelProposer):
     def next_tokens(
         self, target: Target, token_ids: Any, positions: Any, drafts: Any, num_before: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feeds several tokens of each request at once, and chooses the token after each.
+        """Feeds several tokens of each request. Returns the token after each, [R, T], which `propose` would draft after
+        the same tokens, and, if they are "probabilistic", logits [R, T, V].
 
         Args:
             token_ids: [R, T] int.
             positions: [R, T] int64, at most max_position.
             drafts: [R, K] int, the drafts that they are part of.
             num_before: [R] int64, how many tokens of these stand before those that follow a request's first token.
-
-        Returns:
-            token ids [R, T], those that `propose` would draft after the same tokens, and, if they are "probabilistic",
-                logits [R, T, V].
         """
         device, (num_reqs, length) = target.num_tokens.device, token_ids.shape
         fed, places, drafts, num_before = (

@@ -2,7 +2,8 @@
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Its chain at
 temperature 0 is blockwise parallel decoding (Stern et al. 2018, "Blockwise Parallel Decoding for Deep Autoregressive
-Models"): head k guesses the token k + 2 places after the state, whatever the tokens between are.
+Models"): head k guesses the token k + 2 places after the state, whatever the tokens between are. K:
+num_speculative_tokens.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
-"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones, from token ids only.
-
-Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with Reference" (2023) for the `reference` option.
-kernels/history_match says which occurrence, and the cost of its search.
-"""
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones, from token ids only (Saxena,
+"Prompt Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023, for the `reference` option).
+kernels/history_match says which occurrence, and the cost of its search."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,8 +28,7 @@ class Lookup(Proposer):
         return Draft(drafts.token_ids, drafts.num_draft.astype(np.int32), confidence=confidence)
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts at most max_tokens [num_reqs] int64 tokens after each history and a draft's prefix, which is not
-        remembered."""
+        """Drafts at most max_tokens [num_reqs] int64 tokens after each history and prefix; the prefix is not stored."""
         raise NotImplementedError
 
 
@@ -68,6 +65,7 @@ class PromptLookup(Lookup):
         return sum(text.nbytes for text in list(self._references.values()))  # the proposer's thread may change it
 
     def rows_of(self, batch: DraftBatch) -> Ints:
+        """[num_reqs] rows of these requests."""
         rows = self._rows.of(batch.request_ids)
         if rows is not self._newest_rows:  # not the requests of the last step
             self._newest_rows, self._known = rows, with_room(self._known, self._rows.num_rows)

@@ -3,7 +3,7 @@
 Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of its prompt, enters the store of its tenant
 when the request ends or is preempted; a lookup never searches other tenants' outputs. Texts enter by pieces of work,
 not of time, so that all ranks do the same. Compiled code releases the interpreter's lock: a reset waits for a call that
-the engine has abandoned, whose work is bounded.
+the engine has abandoned, which has a bounded amount of work.
 """
 
 import logging

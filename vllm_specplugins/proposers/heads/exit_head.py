@@ -1,7 +1,5 @@
-"""A trained exit head turns hidden states of an early layer into logits, in place of the model's norm and head.
-
-`python -m vllm_specplugins train-exit-head` makes its folder. N: tokens, H: hidden size, V: vocabulary.
-"""
+"""A trained exit head turns hidden states of an early layer into logits, in place of the model's norm and head. The
+command `train-exit-head` makes its folder. N: tokens, H: hidden size, V: vocabulary."""
 
 from dataclasses import dataclass
 

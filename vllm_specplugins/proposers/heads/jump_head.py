@@ -1,7 +1,5 @@
-"""The trained part of a jump predicts the state before a late layer of the target, so that no layer before it runs.
-
-`python -m vllm_specplugins train-jump` makes its folder. N: tokens, H: hidden size, R: inner size.
-"""
+"""The trained part of a jump predicts the state before a late layer of the target, so that no layer before it runs. The
+command `train-jump` makes its folder. N: tokens, H: hidden size, R: inner size."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,8 @@ from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpHeadConfig:
-    """The model and layers that a part was trained for.
-
-    Args:
-        early_layers: how many of the first layers run for a token before the jump; 0: the jump reads its embedding.
-        late_layer: the first layer that runs after the jump; num_layers: none does.
-    """
+    """The model and layers that a part was trained for: the first `early_layers` run for a token before the jump (0: it
+    reads the token's embedding), and those from `late_layer` on after it (num_layers: none)."""
 
     early_layers: Count
     late_layer: Count
@@ -51,12 +45,8 @@ class JumpHead(TrainedPart):
         self.up, self.down = Linear(2 * hidden, inner, bias=False), Linear(inner, hidden, bias=False)
 
     def states(self, early: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """States [N, H] before layer `late_layer`.
-
-        Args:
-            early: [N, H] of the newest token, after `early_layers` layers.
-            last: [N, H] of the token before it, after the final norm: the target's, or the last jump's.
-        """
+        """States [N, H] before layer `late_layer`, from those of the newest token after `early_layers` layers, [N, H],
+        and of the token before it after the final norm, [N, H]: the target's, or the last jump's."""
         both = torch.cat((self.norm(early), last), dim=-1)
         states: torch.Tensor = early + self.mix(both) + self.down(silu(self.up(both)))
         return states

@@ -1,8 +1,6 @@
-"""Look-ahead tokens: trained embeddings stand for draft tokens that are not known yet, so one pass drafts all of them.
-
-Monea et al. 2023, "PaSS: Parallel Speculative Sampling". `python -m vllm_specplugins train-look-ahead` makes their
-folder. M: embeddings, H: hidden size.
-"""
+"""Look-ahead tokens: trained embeddings stand for draft tokens that are not known yet, so one pass drafts all of them
+(Monea et al. 2023, "PaSS: Parallel Speculative Sampling"). The command `train-look-ahead` makes their folder. M:
+embeddings, H: hidden size."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,8 @@ from vllm_specplugins.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAheadConfig:
-    """The embeddings run through `exit_layer` layers; the k-th of M stands for the k-th draft token while the next one
-    is drafted."""
+    """M embeddings run through `exit_layer` layers; the k-th stands for the k-th draft token while the next is
+    drafted."""
 
     exit_layer: Count
     hidden_size: Count

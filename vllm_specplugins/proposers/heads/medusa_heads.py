@@ -55,8 +55,8 @@ class MedusaHeads(TrainedPart):
     def logits(
         self, hidden_states: torch.Tensor, num_draft: int, target_head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm;
-        `target_head` is for heads that have none."""
+        """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm. A part
+        without heads to the vocabulary uses `target_head`."""
         states = hidden_states.expand(num_draft, *hidden_states.shape)
         tensors = iter(self.layers)
         for weight, bias in zip(tensors, tensors, strict=True):

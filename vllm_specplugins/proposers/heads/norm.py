@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 
 def effective_norm_weight(norm: Any, like: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """[H] float32, the factors of an RMSNorm, measured from outside; None for another kind of norm. `like` has the
-    device and the dtype of the norm's input."""
+    """[H] float32 factors of an RMSNorm, measured with inputs like `like` (device, dtype); None for another norm."""
     if getattr(norm, "weight", None) is None or norm.weight.ndim != 1:
         return None
     size = len(norm.weight)

@@ -20,7 +20,7 @@ Epsilon = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class TrainedPart(torch.nn.Module):  # type: ignore[misc]
-    """A part in memory, whose parameters need no gradients until it is trained. `config` is a dataclass of numbers: the
+    """A part in memory; its parameters need no gradients until it is trained. `config` is a dataclass of numbers: the
     model and the place that it was trained for. Without `weights` it has their shapes alone."""
 
     Config: ClassVar[type]

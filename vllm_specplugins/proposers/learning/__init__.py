@@ -1,5 +1,4 @@
-"""Trains parts on tokens that the target verifies while the engine serves (Liu et al. 2023, "Online Speculative
-Decoding").
+"""Trains parts while the engine serves (Liu et al. 2023, "Online Speculative Decoding").
 
 The engine's adapters make a `target.Reading` of each step. The learner's thread (`learner.py`) enters readings in
 windows, trains a copy of the part in a share of the time and promotes the copy if it is better on held-out windows. The

@@ -1,7 +1,5 @@
-"""Distils a model into a part, which learns the model's distribution (Hinton et al. 2015), offline or while it serves.
-
-The model is frozen. K: draft tokens, N: drafts, T: tokens of a row, H: hidden size, V: vocabulary.
-"""
+"""Distils a frozen model into a part, which learns its distribution (Hinton et al. 2015), offline or while it serves.
+K: draft tokens, N: drafts, T: tokens of a row, H: hidden size, V: vocabulary."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -13,12 +13,8 @@ class Stopped(Exception):
 
 
 class Pace:
-    """Rests for a share of the time; `busy_share` holds while the engine takes steps, `idle_share` while it takes none.
-
-    Args:
-        wait: waits for some seconds; returns whether to stop.
-        meanwhile: is called before each wait.
-    """
+    """Rests so that work takes `busy_share` of the time while the engine takes steps, and `idle_share` while it takes
+    none. `wait` waits for some seconds and returns whether to stop; `meanwhile` is called before it."""
 
     def __init__(
         self,

@@ -28,11 +28,9 @@ def acceptance_length(
     guesser: Guesser,
     num_draft: int,
 ) -> float:
-    """Expected tokens of a step in a window, the target's token included: an engine's acceptance length.
-
-    A draft token is accepted if it is the emitted one (temperature 0), or with probability min(1, q / p) of the emitted
-    one (Leviathan et al. 2023). This ignores the request's filters, such as top-p.
-    """
+    """Expected tokens of a step in a window, the target's token included: an engine's acceptance length. A draft token
+    is accepted if it is the emitted one (temperature 0), or with probability min(1, q / p) of the emitted one
+    (Leviathan et al. 2023). This ignores the request's filters, such as top-p."""
     guesses = list(guesser(states, num_draft))
     num_drafts = len(guesses[-1].logits)
     accept_probs = torch.stack([_accept_probs(guess, full, next_ids, temperature)[:num_drafts] for guess in guesses])

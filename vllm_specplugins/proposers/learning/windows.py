@@ -1,7 +1,5 @@
-"""Windows of what the target read and emitted, in bounded memory: some to train on, others to test on.
-
-Only the learner's thread uses windows. R: requests, K: draft tokens, T: tokens of a window, H: hidden size.
-"""
+"""Windows of tokens that the target read and emitted, in bounded memory: some to train on, others to test on. Only the
+learner's thread uses them. R: requests, K: draft tokens, T: tokens of a window, H: hidden size."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -57,13 +55,8 @@ class ExitStates:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens that the target read and emitted at T places in a row.
-
-    Args:
-        states: [T, H] after the final norm, or [T, 2 H]: an exit's, then these.
-        token_ids: [T] int64 that were read.
-        next_ids: [T] int64 that were emitted after each.
-    """
+    """The tokens that the target read and emitted at T places in a row: `token_ids` [T] int64 and `next_ids` [T] int64.
+    `states` are [T, H] after the final norm, or [T, 2 H]: an exit's, then these."""
 
     states: torch.Tensor
     token_ids: torch.Tensor

@@ -1,8 +1,6 @@
-"""Remote: a model behind another server drafts ahead of verification, and no step waits for it.
-
-Each request has one question under way, which continues the history and the guess of earlier answers. A late answer is
-compared with the tokens emitted since, and its rest is drafted.
-"""
+"""Remote: a model behind another server drafts ahead of verification, and no step waits for it. Each request has one
+question under way, which continues the history and the guess of earlier answers. A late answer is compared with the
+tokens emitted since, and its rest is drafted."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -42,8 +40,7 @@ class _Request:
 
 
 class Remote(Proposer):
-    """Asks about a request until the guess is as far ahead as a request goes, with all of it accepted, while the server
-    answers two questions."""
+    """Asks until the guess is as far ahead as a fully accepted request gets while the server answers two questions."""
 
     def __init__(self, config: RemoteConfig, context: ProposerContext):
         self._least_ahead, self._max_model_len = 2 * (context.max_num_draft + 1), context.max_model_len

@@ -46,10 +46,8 @@ class Server:
         self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
 
     def ask(self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess]) -> "Future[None] | None":
-        """Asks for the likeliest tokens after these, at most num_tokens; their pieces arrive in `pieces`.
-
-        None during a pause. The future raises Refused where the server does not take this question.
-        """
+        """Asks for the likeliest tokens after these, at most num_tokens; their pieces arrive in `pieces`. Returns None
+        during a pause. The future raises Refused where the server does not take this question."""
         if time.monotonic() < self._not_before:
             return None
         return asyncio.run_coroutine_threadsafe(self._answer(text, guess, num_tokens, pieces), self._loop)
