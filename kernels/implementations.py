@@ -5,7 +5,7 @@ from typing import Any
 
 
 def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference") -> str:
-    """The name of the wanted module, or of the one for the device of the logits; ValueError for an unknown one."""
+    """Returns the wanted module's name, or that of the one for the logits' device; ValueError for an unknown one."""
     if wanted is None:
         return "fused" if logits.is_cuda else on_cpu if logits.device.type == "cpu" else "reference"
     known = sorted({"reference", "fused", on_cpu})
@@ -15,5 +15,5 @@ def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference"
 
 
 def module_of(package: str, logits: Any, wanted: str | None, on_cpu: str = "reference") -> Any:
-    """The module itself; importing it compiles its loops for the CPU."""
+    """Imports and returns that module; the import compiles its loops for the CPU."""
     return import_module(f"{package}.{implementation_of(logits, wanted, on_cpu)}")

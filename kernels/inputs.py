@@ -14,7 +14,7 @@ from .trees.reference import ancestors
 
 
 def make_outcomes(num_steps: int, num_rows: int, num_stages: int, max_num_draft: int, seed: int = 1) -> list[Any]:
-    """Slots, drafts, num_sampled and num_rejected of each step; the last two rows of many are padding."""
+    """Returns slots, drafts, num_sampled and num_rejected of each step; the last two rows of many are padding."""
     rng, steps = torch.Generator().manual_seed(seed), []
     for _ in range(num_steps):
         slots = torch.randperm(2 * num_rows, generator=rng)[:num_rows]
@@ -33,8 +33,7 @@ def make_outcomes(num_steps: int, num_rows: int, num_stages: int, max_num_draft:
 
 
 def make_budgets(num_rows: int, max_num_draft: int, num_slots: int = 16) -> Iterator[tuple[Any, Any, Any, int]]:
-    """accept_probs, slots, num_tokens and budget of `share_budget`: for none, some and all of the drafts. The first
-    probabilities are multiples of a quarter, so that many are equal."""
+    """Yields arguments of `share_budget`, for none, some and all drafts; at first many probabilities are equal."""
     rng = torch.Generator().manual_seed(1)
     slots = torch.randperm(num_slots, generator=rng)[:num_rows]
     probs = torch.rand(num_slots, max_num_draft, generator=rng)
@@ -47,8 +46,8 @@ def make_budgets(num_rows: int, max_num_draft: int, num_slots: int = 16) -> Iter
 
 
 def make_lookup(max_num_draft: int, num_reqs: int = 12) -> tuple[Any, ...]:
-    """The arguments of `history_match`: a third of the requests ends as its text went on, a third as its reference did;
-    the last row wants nothing."""
+    """Returns the arguments of `history_match`: a third of the requests ends as its text went on, a third as its
+    reference did; the last row wants nothing."""
     rng, shortest, longest = torch.Generator().manual_seed(1), 1_100, 2_600
     texts, others = (integers(rng, 40, num_reqs, longest + 8) for _ in range(2))
     lengths, sizes = (shortest + integers(rng, longest + 1 - shortest, num_reqs) for _ in range(2))
@@ -66,8 +65,8 @@ def make_lookup(max_num_draft: int, num_reqs: int = 12) -> tuple[Any, ...]:
 
 
 def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, Any, Staged]:
-    """Rows, lengths, limits, the step's limit, drafted tokens and Staged of `steps.limit` and `steps.tally`; the
-    last two rows of many are padding."""
+    """Returns Rows, lengths, limits, the step's limit, drafted tokens and Staged of `steps.limit` and `steps.tally`;
+    the last two rows of many are padding."""
     rng, num_slots = torch.Generator().manual_seed(1), 2 * num_rows
     slots = torch.randperm(num_slots, generator=rng)[:num_rows]
     sampled = integers(rng, max_num_draft + 2, num_rows)
@@ -86,7 +85,7 @@ def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, A
 
 
 def make_chains(num_rows: int, max_num_draft: int, seed: int = 1) -> tuple[Chain, Chain]:
-    """Drafts of a lookup, and of a stage that drafts one token less and often the same."""
+    """Returns drafts of a lookup, and of a stage that drafts one token less and often the same."""
     rng, num_steps = torch.Generator().manual_seed(seed), max(1, max_num_draft - 1)
     first = integers(rng, 99, num_rows, max_num_draft)
     second = (first + (integers(rng, 8, num_rows, max_num_draft) == 0))[:, :num_steps].contiguous()
@@ -104,7 +103,7 @@ def new_totals(num_slots: int, max_num_draft: int, device: Any, once: int = 1) -
 
 
 def random_parents(num_rows: int, width: int, rng: torch.Generator) -> torch.Tensor:
-    """[num_rows, width] int64: each node's parent is any earlier node; node 0 has itself."""
+    """Returns [num_rows, width] int64: each node's parent is any earlier node; node 0 has itself."""
     return integers(rng, torch.arange(width).clamp(min=1), num_rows, width).long()
 
 
@@ -114,7 +113,7 @@ def make_attention(
     width: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, Query, Cache, Mask, float]:
-    """The arguments of `attend`: queries of up to `width` tokens are trees, longer ones are causal."""
+    """Returns the arguments of `attend`: queries of up to `width` tokens are trees, longer ones are causal."""
     rng, block_size, (num_heads, num_kv_heads, head_size) = torch.Generator().manual_seed(1), 16, heads
     seq_lens, num_tokens = (torch.tensor(counts) for counts in ([sum(one) for one in lengths], [n for _, n in lengths]))
     starts = torch.nn.functional.pad(num_tokens.cumsum(0), (1, 0))
@@ -133,7 +132,7 @@ def make_attention(
 
 
 def make_walks(num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The arguments of `walk`: few different tokens make paths long; some trees end early."""
+    """Returns the arguments of `walk`: few different tokens make paths long; some trees end early."""
     rng = torch.Generator().manual_seed(1)
     tokens, drawn = torch.randint(3, (2, num_rows, width), generator=rng)
     ends = 1 + integers(rng, width, num_rows, 1)
@@ -146,7 +145,7 @@ def make_moves(
     heads: tuple[int, int] = (2, 48),  # number of them, content of one
     num_layers: int = 3,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Caches, and the arguments of `compact` after the pointers to them; other nodes stand after a path's end."""
+    """Returns caches, and the arguments of `compact` after their pointers; other nodes stand after a path's end."""
     rng, num_rows, block_size = torch.Generator().manual_seed(1), len(paths), 16
     shape, width = (3 * num_rows, heads[0], block_size, heads[1]), 1 + max(map(max, paths))
     caches = [torch.randn(shape, generator=rng).to(dtype) for _ in range(num_layers)]

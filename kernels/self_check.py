@@ -1,8 +1,6 @@
-"""Compares the kernels of a device with their references, on small inputs of the shapes that will be served.
-
-A driver, a compiler or a card on which nothing ran before may be at odds with the kernels. References run on the CPU.
-One request of a check may differ: two tokens that arrive closer together than float32 resolves may change places.
-"""
+"""Compares the kernels of a device with their references, which run on the CPU, on small inputs of the shapes that will
+be served: a driver, a compiler or an untried card may be at odds with the kernels. One request of a check may differ,
+since two tokens that arrive closer together than float32 resolves may change places."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,8 +27,6 @@ _TOLERANCE = 1e-5
 
 
 class Shapes(NamedTuple):
-    """What will be served."""
-
     vocab_size: int
     # of the model's logits
     dtype: torch.dtype
@@ -59,11 +55,8 @@ class _Case(NamedTuple):
 
 
 def check_device(device: torch.device, shapes: Shapes, only: str | None = None) -> Iterator[Finding]:
-    """Runs each operation that serving may need, and compares. An exception in a check is a problem, too.
-
-    Args:
-        only: the name of one check; None: all.
-    """
+    """Runs each operation that serving may need, or `only` the check of this name, and compares. An exception in a
+    check is a problem, too."""
     for name, make_case in _checks(shapes):
         if only in (None, name):
             try:
@@ -75,7 +68,6 @@ def check_device(device: torch.device, shapes: Shapes, only: str | None = None) 
 
 
 def problem_of(error: Exception) -> str:
-    """Says in one line that a check could not run."""
     return f"cannot run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
@@ -111,8 +103,8 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[], _Case]]]:
 
 
 def _batch(shapes: Shapes, num_long_rows: int, short: list[int], dense: bool = False, truncated: bool = False) -> Batch:
-    """Requests of max_num_draft tokens with `num_long_rows` in all, and requests of these lengths. The reference takes
-    0.4 ms on a core for a row of 128 k tokens."""
+    """Makes requests of max_num_draft tokens with `num_long_rows` in all, and requests of these lengths. The reference
+    takes 0.4 ms on a core for a row of 128 k tokens."""
     num_draft = [shapes.max_num_draft] * max(1, num_long_rows // (shapes.max_num_draft + 1)) + short
     sampling: dict[str, list[Any]] = {"temperature": [0.4, 2.0, 1.0, 0.7, 0.0]}
     if truncated:  # limits alone and together

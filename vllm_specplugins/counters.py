@@ -1,4 +1,4 @@
-"""Running totals: what was drafted, accepted and went wrong, for logs, metrics and `specplugins_stats`."""
+"""Running totals of drafted and accepted tokens and of faults, for logs, metrics and `specplugins_stats`."""
 
 import copy
 from collections import Counter as Histogram
@@ -47,8 +47,6 @@ class StageCounters:
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals over all requests, for logs and `LLM.collective_rpc("specplugins_stats")`."""
-
     request_steps: int = 0  # steps of single requests that emitted a token
     drafts: int = 0  # of those, how many verified a draft
     drafted_tokens: int = 0
@@ -84,7 +82,7 @@ class Counters:
         return "; ".join(words)
 
     def net(self, num_steps: int, dropped: Mapping[int, int]) -> "Counters":
-        """A copy of so many steps, without accepted tokens that were dropped, by their place in a draft.
+        """Returns a copy of so many steps, without accepted tokens that were dropped, by their place in a draft.
 
         >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, {1: 1}).summary()
         '1.40 tokens a step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
@@ -102,7 +100,6 @@ class Counters:
         return result
 
     def add(self, feedback: Feedback) -> None:
-        """Counts one step's verification."""
         self.add_fates(Histogram(zip(feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)))
 
     def add_fates(self, num_requests: Mapping[tuple[int, int], int]) -> None:
@@ -126,12 +123,8 @@ class Counters:
         self.whole.kept = self.whole.drafted
 
     def add_forced(self, feedback: Feedback, forced: Forced, stage: StageCounters) -> None:
-        """Counts one step's verification of forced tokens after drafts, once `add` has.
-
-        Args:
-            forced: by request, how many tokens of its draft come before the forced ones.
-            stage: the one that forces tokens, or `whole` where it is alone.
-        """
+        """Counts one step's verification of forced tokens after drafts, once `add` has. `forced` maps a request to the
+        tokens of its draft before the forced ones; `stage` is the one that forces tokens, or `whole` if it is alone."""
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:
             count(self.draft_lengths, num_draft)
@@ -154,7 +147,6 @@ class RequestRates:
         self._over: set[str] = set()  # since the last feedback, which may come a step late and name them again
 
     def add(self, feedback: Feedback) -> None:
-        """Counts one step's verification."""
         over, self._over = self._over, set()
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:
@@ -163,14 +155,14 @@ class RequestRates:
                 self._counts[request_id] = (verified + num_draft, accepted + num_accepted)
 
     def take(self, request_ids: Sequence[str]) -> list[float]:
-        """The rates of requests that are over and had drafts."""
+        """Returns the rates of requests that are over and had drafts."""
         self._over.update(request_ids)
         counts = [self._counts.pop(request_id, None) for request_id in request_ids]
         return [count[1] / count[0] for count in counts if count is not None]
 
 
 def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:
-    """Faults by kind of a method and of its stages, from Counters as a dictionary.
+    """Returns faults by kind of a method and of its stages, from Counters as a dictionary.
 
     >>> faults_of({"faults": {"raised": 1}, "stages": {"0 custom": {"faults": {"raised": 2}}}})
     {'raised': 3}
@@ -192,6 +184,5 @@ def count(totals: list[int], index: int, more: int = 1) -> None:
 
 
 def count_all(totals: list[int], more: Ints) -> None:
-    """Adds each number to the entry of a list at its place."""
     for index in np.flatnonzero(more).tolist():
         count(totals, index, int(more[index]))

@@ -2,17 +2,14 @@
 
     p = (accepted + w * prior) / (tried + w),    prior = shared_accepted / shared_tried
 
-Drafts are right all along or not at all far more often than a constant rate would have it: where a match of 3 tokens
-was right about the next token, it becomes a match of 4. So tokens are counted by request, stage and bin, which rises
-along a draft. `accepted` and `tried` are a request's counts of the token's bin, which fade by DECAY with each draft of
-the request that has such tokens; the shared counts are those of all requests, and fade by SHARED_DECAY with each step.
-One step adds at most MAX_STEP_TOKENS to a shared bin: the requests of a step are often alike, and would make a bin look
-hopeless at once.
+A draft is right throughout or not at all far more often than a constant rate predicts: where a match of 3 tokens was
+right about the next token, it becomes a match of 4. So the model counts tokens by request, stage and bin, which rises
+along a draft. A request's counts fade by DECAY with each draft of the request that has such tokens; the shared counts,
+of all requests, fade by SHARED_DECAY with each step. A step adds at most MAX_STEP_TOKENS to a shared bin: the requests
+of a step are often alike, and would make a bin look hopeless at once.
 
-Life cycle: each step calls `observe` with the outcome of the newest drafts, then `predict` with the next ones; `clear`
-frees a slot for another request. The model has three forms: reference.py (PyTorch), fused.py (Triton; it waits for
-nothing, so that a CUDA graph can record it) and host.py (Numba). R: rows of the batch, S: slots of requests, M: stages,
-B: bins, K: max draft tokens.
+Each step calls `observe` with the outcome of the newest drafts, then `predict` with the next ones; `clear` frees a
+slot. R: rows of the batch, S: slots of requests, M: stages, B: bins, K: max draft tokens.
 """
 
 from typing import Any, NamedTuple
@@ -36,8 +33,7 @@ class State(NamedTuple):
     """Counts, and the newest drafts; float64 unless noted.
 
     Args:
-        tried, accepted: [S, M, B] decaying counts of each request's tokens.
-        shared_tried, shared_accepted: [M, B] of all requests' tokens.
+        tried, accepted: [S, M, B] decaying counts of each request's tokens; the shared ones are [M, B] of all requests.
         num_sent: [S] int32, tokens of the newest draft.
         sent_stage, sent_confidence: [S, K] int32 and float64, of its tokens.
     """
@@ -52,10 +48,9 @@ class State(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Drafts to be verified.
+    """Drafts to verify, `num_draft` [R] int tokens each.
 
     Args:
-        num_draft: [R] int.
         stage: [R, K] int, the stage of each token.
         confidence: [R, K] int or float: below 1 the drafter's acceptance probability, else the length of a match.
     """
@@ -66,10 +61,9 @@ class Drafts(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Another stage, which drafts after a draft's tokens, or in their place.
+    """Another stage, which drafts after a draft's tokens or in their place.
 
     Args:
-        stage: its index.
         depth: its tokens end there, counted from the draft's beginning.
         continues: whether it drafts after any number of a draft's tokens; else after none.
         asked: [R] int32, max tokens of it; 0 leaves a row's draft whole.
@@ -82,8 +76,8 @@ class Other(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """The number of a draft's tokens that are expected to be accepted, [R] float64; the number that should be sent for
-    as many as possible to be accepted in all, [R] int32."""
+    """The expected number of accepted tokens of a draft, [R] float64; the number of tokens to send so that as many as
+    possible are accepted in all, [R] int32."""
 
     gain: Any
     num_kept: Any
@@ -98,13 +92,8 @@ def observe(
     num_rejected: Any,
     implementation: str | None = None,
 ) -> None:
-    """Counts the outcome of the newest drafts, of which maybe not all tokens were verified; once per `predict`.
-
-    A token after the first rejected one does not count as tried.
-
-    Args:
-        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
-    """
+    """Counts the outcome of the newest drafts once per `predict`; a token after the first rejected one does not count
+    as tried. `implementation`: "reference" or "fused"; None: fused on a GPU, else the reference."""
     module_of(__name__, state.tried, implementation).observe(state, slots, num_sampled, num_rejected)
 
 
@@ -117,11 +106,10 @@ def predict(
     keeps: bool = True,
     tables: tuple[Any, Any] | tuple[()] = (),
 ) -> None:
-    """Writes each token's acceptance probability, and 0 after a draft's end.
+    """Writes each token's acceptance probability, and 0 after a draft's end, to `accept_probs` [R, K] float.
 
     Args:
         slots: [R] int64.
-        accept_probs: [R, K] float, written.
         keeps: whether `observe` will get the outcome of these drafts.
         tables: zero or two tables, [S, K] float, that get each slot's probabilities, too.
 
@@ -142,7 +130,7 @@ def predict(
 
 
 def survivals(state: State, slots: Any, drafts: Drafts, implementation: str | None = None) -> Any:
-    """[R, K] float64: the probability that all tokens of a draft up to each place are accepted."""
+    """Returns the probability that all tokens of a draft up to each place are accepted, [R, K] float64."""
     accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
     predict(state, slots, drafts, accept_probs, implementation, keeps=False)
     return accept_probs.cumprod(dim=1)
@@ -156,12 +144,7 @@ def worth(
     copies: tuple[Any, float] | None = None,
     implementation: str | None = None,
 ) -> Worth:
-    """Weighs drafts against another stage, in one launch.
-
-    Args:
-        other: None: all tokens are sent.
-        copies: a table [S, 1] float32 and a number: a slot's entry becomes 1 where its gain is at least that, else 0.
-        implementation: see `observe`.
-    """
+    """Weighs drafts against another stage, in one launch. Without `other` all tokens are sent. `copies` is a table
+    [S, 1] float32 and a number: a slot's entry becomes 1 where its gain is at least that, else 0."""
     result: Worth = module_of(__name__, state.tried, implementation).worth(state, slots, drafts, other, copies)
     return result

@@ -1,8 +1,5 @@
-"""The acceptance model in Triton, one launch for each operation: the arithmetic of reference.py, in float64.
-
-`observe` runs one program for each stage, whose counts no other program touches; it loops over tiles of rows.
-R: rows, S: slots, M: stages, B: bins, K: max draft tokens.
-"""
+"""The acceptance model in Triton, one launch for each operation: the arithmetic of reference.py, in float64. `observe`
+runs one program for each stage; no other program touches that stage's counts."""
 
 import torch
 import triton
@@ -42,7 +39,6 @@ def _observe_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The counts of one stage."""
     stage, places, bins = tl.program_id(0), tl.arange(0, LANES)[None, :], tl.arange(0, _BIN_LANES)
     shared, is_bin = stage * _B + bins, bins < _B
     all_tried = tl.zeros((_BIN_LANES,), tl.float64)
@@ -80,7 +76,7 @@ def _observe_kernel(
 
 @triton.jit
 def _accept_probs(state, slots, drafts, tokens, mask, M: tl.constexpr):
-    """The stage, confidence and acceptance probability of tokens; all 0 outside of the mask but the confidence."""
+    """Returns the tokens' stage, confidence and acceptance probability; outside of the mask 0, but confidence 1."""
     stage = tl.load(drafts.stage + tokens, mask=mask, other=0).to(tl.int32)
     confidence = tl.load(drafts.confidence + tokens, mask=mask, other=1).to(tl.float64)
     cell = stage * _B + _bins(confidence)
@@ -107,7 +103,6 @@ def _predict_kernel(
     ROWS: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Tokens of some rows' drafts."""
     rows, places = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=inside, other=0)
@@ -146,7 +141,7 @@ def _worth_kernel(
     ROWS: tl.constexpr,
     CONTINUES: tl.constexpr,
 ):
-    """Some rows' drafts by where they may end: lane n stands for the first n tokens."""
+    """Lane n stands for the first n tokens of a row's draft."""
     rows, ends = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside, is_token = rows < num_rows, ends > 0
     slots = tl.load(slots_ptr + rows, mask=inside, other=0)
@@ -181,7 +176,7 @@ def _worth_kernel(
 
 
 def _tiles(state: State, num_tokens: int, num_more: int = 0) -> dict[str, int]:
-    """Constants of a launch: `num_tokens` a tile, whose rows have `num_more` lanes more than a draft."""
+    """Returns the constants of a launch: `num_tokens` a tile, with `num_more` lanes more than a draft in each row."""
     width = state.sent_stage.shape[1]
     lanes = max(2, triton.next_power_of_2(width + num_more))  # Triton 3.6 cannot compile a scan over one token
     return {"K": width, "M": len(state.shared_tried), "LANES": lanes, "ROWS": max(1, num_tokens // lanes)}

@@ -1,7 +1,5 @@
-"""The acceptance model in loops that Numba compiles, over a State of NumPy arrays: the numbers of reference.py.
-
-These loops visit each token of a step, so they count the stages' tokens as well, as kernels/steps does on the device.
-"""
+"""The acceptance model in loops that Numba compiles, over a State of NumPy arrays: the numbers of reference.py. The
+loops also count the stages' tokens, as kernels/steps does on the device, since they visit each token of a step."""
 
 from typing import Any
 
@@ -29,7 +27,6 @@ def bin_of(confidence: float) -> int:
 
 @inlined
 def accept_prob(state: Any, row: int, stage: int, confidence: float) -> float:
-    """The acceptance probability of one token."""
     number = bin_of(confidence)
     prior = state.shared_accepted[stage, number] / state.shared_tried[stage, number]
     accepted = state.accepted[row, stage, number] + PRIOR_WEIGHT * prior
@@ -44,7 +41,7 @@ def keep(
     by_place: Any,  # [M, KINDS, K], counts
     by_stage: Any,  # [M, SUMS], counts
 ) -> None:
-    """Keeps the newest drafts for `observe`, and counts them."""
+    """Stores the newest drafts for `observe`, and counts them."""
     for index in range(len(rows)):
         row, num_draft = rows[index], drafts.num_draft[index]
         state.num_sent[row] = num_draft
@@ -67,7 +64,7 @@ def observe(
     whole: Any,  # [S, M], the length of a stage's part of the newest draft if all of it was accepted, else 0; written
     by_place: Any,  # [M, KINDS, K], counts
 ) -> None:
-    """Counts the outcome of the newest drafts, which are then forgotten."""
+    """Counts the outcome of the newest drafts, and forgets the drafts."""
     shape = state.shared_tried.shape
     tried, accepted, all_tried, all_accepted = np.zeros((4, *shape))
     for index in range(len(rows)):

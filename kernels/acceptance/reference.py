@@ -1,4 +1,4 @@
-"""The acceptance model in PyTorch. It reads nothing on the host."""
+"""The acceptance model in PyTorch; nothing is read on the host."""
 
 from typing import Any
 
@@ -22,7 +22,6 @@ from . import (
 def new_state(
     num_stages: int, num_slots: int, max_num_draft: int, device: Any, prior_weight: float = PRIOR_WEIGHT
 ) -> State:
-    """The state before any step."""
     tried, accepted = torch.zeros(2, num_slots, num_stages, NUM_BINS, dtype=torch.float64, device=device)
     shared_tried = torch.full((num_stages, NUM_BINS), prior_weight, dtype=torch.float64, device=device)
     priors = torch.tensor(FIRST_PRIORS, dtype=torch.float64).to(device)

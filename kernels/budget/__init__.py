@@ -1,10 +1,7 @@
-"""Shares a step's budget of draft tokens out: the tokens that are likeliest to be accepted are verified.
-
-As in vLLM's adaptive verification, a token's worth is the product of its draft's acceptance probabilities up to it,
-which only falls along a draft: a prefix of each draft is admitted. Among equals the earlier row wins, so that all ranks
-of a group admit the same. No implementation waits for the device. R: rows of the batch, S: slots of requests, K: max
-draft tokens.
-"""
+"""Shares a step's budget of draft tokens out: the tokens that are likeliest to be accepted are verified. As in vLLM's
+adaptive verification, a token's worth is the product of its draft's acceptance probabilities up to it. It only falls
+along a draft, so a prefix of each draft is admitted. Among equals the earlier row wins, so that all ranks of a group
+admit the same. Nothing waits for the device. R: rows of the batch, S: slots of requests, K: max draft tokens."""
 
 from typing import Any, NamedTuple
 
@@ -35,14 +32,10 @@ def share_budget(
     num_bonus: int,
     implementation: str | None = None,
 ) -> None:
-    """Writes the layout of a step that verifies `budget` of its draft tokens.
-
-    Args:
-        budget: at most the number of draft tokens.
-        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+    """Writes the layout of a step that verifies `budget` of its draft tokens, at most their number.
 
     Raises:
-        ValueError: no such implementation.
+        ValueError: no such implementation ("reference", "fused", or None: fused on a GPU, else the reference).
 
     >>> import torch
     >>> layout = Layout(*torch.zeros(2, 4, dtype=torch.int32))

@@ -1,8 +1,5 @@
-"""The shared budget in Triton: one launch of one program, which holds the whole batch in registers.
-
-It bisects for the smallest admitted probability, in 30 steps over the floats' bits without a read of memory. R: rows of
-the batch, S: slots of requests, K: max draft tokens.
-"""
+"""The shared budget in Triton: one launch of one program, which holds the whole batch in registers. It bisects for the
+smallest admitted probability, in 30 steps over the floats' bits without a read of memory."""
 
 import torch
 import triton
@@ -35,7 +32,6 @@ def _share_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The layout of the batch."""
     rows, steps = tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=inside, other=0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The arithmetic of a shared budget in PyTorch, on any device, without a look at a number."""
+"""The arithmetic of a shared budget in PyTorch, on any device; nothing is read on the host."""
 
 import torch
 

@@ -1,13 +1,10 @@
 """Prompt lookup for a batch: the longest match of each request's newest tokens in its text or in its reference, and the
-tokens that follow the match there.
+tokens that follow the match there. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references).
 
 Among equally long matches the one wins that is nearest to where copying would go on, as if the target had replaced the
-rejected tokens one by one since the last match. That distance is the only state between steps; a step reads every text
-once. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references).
-
-`history_match` picks the implementation. It waits for nothing, so a CUDA graph can record it. host.py does the same for
-texts in the host's memory, and continues drafts of other stages. R: rows of the batch, S: slots of requests, L: longest
-text, K: max_num_draft.
+rejected tokens one by one since the last match. That distance is the only state between steps. The kernel waits for
+nothing, so a CUDA graph can record it. host.py serves texts in the host's memory, and continues drafts of other stages.
+R: rows of the batch, S: slots of requests, L: longest text, K: max_num_draft.
 """
 
 from typing import Any, NamedTuple
@@ -81,7 +78,6 @@ def history_match(
     the text repeats itself where fewer than max_draft tokens follow the match, as in LZ77.
 
     Args:
-        max_num_draft: K.
         min_ngram: shortest match; where copying would go on, one token is enough.
         max_ngram: longer matches count as equally long; 1 <= min_ngram <= max_ngram <= LARGEST_N.
         longest: no text or reference of these rows has more tokens; None: L.

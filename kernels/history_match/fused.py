@@ -1,9 +1,7 @@
-"""Prompt lookup of a batch in Triton: reads each text once, whatever it holds.
-
-A program of the first launch shifts a tile of a text in registers against the text's ending as long as anything
-matches, and stores its best match. The second launch chooses among a request's tiles and copies the tokens after the
-match. A tile begins with the last tokens of the one before, for n-grams across tiles. R: rows, S: slots.
-"""
+"""Prompt lookup of a batch in Triton, which reads each text once. A program of the first launch shifts a tile of a text
+in registers against the text's ending as long as anything matches, and stores its best match. The second launch chooses
+among a request's tiles and copies the tokens after the match. A tile begins with the last tokens of the one before, for
+n-grams across tiles. R: rows, S: slots."""
 
 import torch
 import triton
@@ -25,7 +23,6 @@ _SLICES = ["slots_ptr", "wanted_ptr"]
 
 @triton.jit
 def _expected(distance_ptr, end):
-    """The place where copying would go on."""
     return tl.maximum(end - tl.load(distance_ptr), 0)
 
 
@@ -46,7 +43,6 @@ def _match_kernel(
     num_tiles,
     TILE_SIZE: tl.constexpr,
 ):
-    """The best match that ends in a tile of a request's text or reference."""
     tile, row = tl.program_id(0), tl.program_id(1)
     if tl.load(wanted_ptr + row) == 0:
         return
@@ -93,7 +89,7 @@ def _match_kernel(
 
 @triton.jit
 def _best_match(best_ptr, source_ptr, num_tokens, distance_ptr, text_ptr, end, TILE_SIZE: tl.constexpr):
-    """The place in the source after the best match of its tiles, and the match's length; 0 and 0 without one."""
+    """Returns the place in the source after the best match of its tiles, and its length; 0 and 0 without one."""
     STEP: tl.constexpr = TILE_SIZE - _SHARED
     num_tiles = (num_tokens - 1 + STEP - 1) // STEP
     best = tl.zeros((_CHUNK,), tl.int64)
@@ -128,7 +124,6 @@ def _copy_kernel(
     LANES: tl.constexpr,
     TILE_SIZE: tl.constexpr,
 ):
-    """Copies the tokens after a request's best match."""
     row, steps = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     max_draft = tl.load(wanted_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)

@@ -1,9 +1,7 @@
-"""Prompt lookup of a batch on the host, compiled.
-
-The place where copying would go on is looked at first; while copying goes on there, no text is read. Otherwise texts
-are searched by blocks: each pass over a block compares one token more of the ending, as long as any place matches. So
-the work is bounded, whatever a text holds, and passes are vectorised. R: rows, K: max_num_draft, N: requests.
-"""
+"""Prompt lookup of a batch on the host, compiled. It looks first at the place where copying would go on; while copying
+goes on there, it reads no text. Otherwise it searches texts by blocks: each pass over a block compares one token more
+of the ending, as long as any place matches. So the work is bounded, whatever a text holds, and passes are vectorised.
+R: rows, K: max_num_draft, N: requests."""
 
 from typing import Any
 
@@ -24,7 +22,6 @@ TEXT, OTHER, REFERENCE, NUM_TOKENS = range(NUM_COLUMNS := 4)
 
 @inlined
 def _length_at(text: Int32Array, place: int, ending: Int32Array, num_ending: int) -> int:
-    """The number of tokens before a place that match the ending."""
     n, limit = 0, min(num_ending, place)
     while n < limit and text[place - 1 - n] == ending[n]:
         n += 1
@@ -33,7 +30,7 @@ def _length_at(text: Int32Array, place: int, ending: Int32Array, num_ending: int
 
 @inlined
 def _first_pass(tokens: Int32Array, token: int, differs: Int32Array) -> bool:
-    """Whether any token is this one; `differs` is 0 there."""
+    """Returns whether any token is this one, and writes 0 to `differs` there."""
     matches = False
     for i in range(tokens.size):
         differs[i] = tokens[i] ^ token
@@ -44,7 +41,7 @@ def _first_pass(tokens: Int32Array, token: int, differs: Int32Array) -> bool:
 
 @inlined
 def _pass(tokens: Int32Array, token: int, before: Int32Array, differs: Int32Array) -> bool:
-    """The same among places that matched before."""
+    """Does the same among places that matched before."""
     matches = False
     for i in range(tokens.size):
         difference = before[i] | (tokens[i] ^ token)
@@ -56,7 +53,7 @@ def _pass(tokens: Int32Array, token: int, before: Int32Array, differs: Int32Arra
 
 @inlined
 def _match_block(text: Int32Array, start: int, size: int, ending: Int32Array, limit: int, differs: Int32Array) -> Any:
-    """The longest match before a place of a block, up to `limit` tokens, and the row of `differs` that is 0 there."""
+    """Returns the longest match before a place of a block, up to `limit` tokens, and the row of `differs` that is 0."""
     newest = 0
     if not _first_pass(text[start - 1 : start - 1 + size], ending[0], differs[0]):
         return 0, 0
@@ -80,7 +77,7 @@ def _nearest_match(
     expected: int,
     differs: Int32Array,
 ) -> Any:
-    """The place after the longest match, and its length; 0 and 0 without one."""
+    """Returns the place after the longest match, and its length; 0 and 0 without one."""
     best, rank, last, limit = 0, 0, text.size - 1, min(max_ngram, num_ending)
     if 0 < expected <= last:
         best, rank = expected, _length_at(text, expected, ending, limit)
@@ -123,15 +120,12 @@ def history_match(
     num_draft: Int64Array,
     match_lengths: npt.NDArray[np.float64],
 ) -> None:
-    """See the front door. A draft ends before a negative token.
+    """Drafts as the package's `history_match` does. A draft ends before a negative token.
 
     Args:
-        texts, lengths: [R], addresses of the requests' int32 tokens, and their number.
-        rows: [R], the requests' rows of `known`.
-        known: [N, NUM_COLUMNS], updated.
-        prefix: [R, K] tokens of a draft that was begun.
-        num_begun: [R] number of these tokens; empty: none.
-        max_draft: [R].
+        texts, lengths, max_draft: [R] each; the texts are addresses of int32 tokens.
+        rows: [R], the requests' rows of `known` [N, NUM_COLUMNS], which is updated.
+        prefix, num_begun: [R, K] tokens of a begun draft and [R] their number; empty: none.
         token_ids, num_draft, match_lengths: [R, K] zeros, [R] and [R], written.
     """
     ending, differs = np.empty(LONGEST_MATCH, np.int32), np.empty((2, BLOCK), np.int32)

@@ -1,7 +1,5 @@
-"""Prompt lookup of a batch in PyTorch: each text is compared with its ending, once for each token of a match.
-
-Reads nothing on the host, so it searches the whole room of a text. R: rows, L: room of a text, N: LONGEST_MATCH.
-"""
+"""Prompt lookup of a batch in PyTorch: compares each text with its ending, once for each token of a match. Reads
+nothing on the host, so it searches the whole room of a text. R: rows, L: room of a text, N: LONGEST_MATCH."""
 
 import torch
 
@@ -52,7 +50,6 @@ def _nearest_match(
     max_ngram: int,
     expected: torch.Tensor,  # [R]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] each: the place after the longest match, and its length; 0 and 0 without a match."""
     last = torch.arange(text.shape[1], device=text.device)
     is_match = last < size[:, None] - 1
     length = torch.zeros_like(text)

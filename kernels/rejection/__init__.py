@@ -1,10 +1,7 @@
-"""Verification of draft tokens: modified rejection sampling over ragged batches, with all sampling parameters.
-
-`rejection_sample` picks the implementation; `Sampling` holds the requests' parameters. Edits of the logits, such as
-penalties, come before (adjust/). Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding";
-Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling". num_logits: rows of all
-requests, num_states: rows of the per-request arrays.
-"""
+"""Verification of draft tokens: modified rejection sampling over ragged batches, with all sampling parameters. Edits of
+the logits, such as penalties, come before (adjust/). Leviathan et al. 2023, "Fast Inference from Transformers via
+Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling".
+num_logits: rows of all requests, num_states: rows of the per-request arrays."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +29,6 @@ class Sampling:
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
     def at(self, index: Any) -> "Sampling":
-        """The parameters of some states, chosen by an index or a mask."""
         chosen = (None if field is None else field[index] for field in vars(self).values())
         return Sampling(*chosen)
 
@@ -67,7 +63,8 @@ def rejection_sample(
     draft_logits: Any = None,
     implementation: str | None = None,
 ) -> tuple[Any, Any]:
-    """The accepted drafts of each request and one token more: recovered after a rejection, else the bonus token.
+    """Returns the accepted drafts of each request and one token more: recovered after a rejection, else the bonus
+    token.
 
     The tokens follow the target's distribution after temperature, min-p, top-k and top-p, in this order. They do not
     depend on the rest of the batch, nor, with a one-hot q, on the drafts; only their number does. NaN logits count as
@@ -75,8 +72,7 @@ def rejection_sample(
     draft logits are no distribution (NaN, +inf, -inf alone) the draft is rejected, and the next token is drawn from p.
 
     Args:
-        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host if possible,
-            else the reference.
+        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: the fastest that can run.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.

@@ -1,8 +1,6 @@
-"""The tokens that a request emits, in Triton: a program of each row works, and the last of a request decides.
-
-With a one-hot q each row draws a token, which is compared with the draft. With draft logits each row computes p / q of
-its draft, and the tokens of the row after the accepted drafts race with weights max(p - q, 0), or p in the bonus row.
-"""
+"""The tokens that a request emits, in Triton: a program of each row works, and the last of a request decides. With a
+one-hot q each row draws a token, which is compared with the draft. With draft logits each row computes p / q of its
+draft, and the tokens of the row after the accepted drafts race with weights max(p - q, 0), or p in the bonus row."""
 
 from typing import NamedTuple
 
@@ -38,8 +36,8 @@ class Weighed(NamedTuple):
 
 @triton.jit
 def is_last(arrivals_ptr, index, num_programs):
-    """Whether this is the last of a request's programs to come here, which can load all that the others stored; the
-    first one for a request without rows."""
+    """Returns whether this is the last of a request's programs to come here, which can load all that the others stored;
+    the first one for a request without rows."""
     # All threads store before one counts, with a GPU-wide release and acquire.
     tl.debug_barrier()
     result = (num_programs == 0) & (index == 0)
@@ -50,7 +48,6 @@ def is_last(arrivals_ptr, index, num_programs):
 
 @triton.jit
 def _write(result, request, tokens, num_sampled, width, WIDTH: tl.constexpr):
-    """Stores the first tokens of [WIDTH], and -1 after them."""
     steps = tl.arange(0, WIDTH)
     tokens = tl.where(steps < num_sampled, tokens.to(tl.int64), -1)
     tl.store(result.sampled + request * width + steps, tokens, mask=steps < width)
@@ -59,7 +56,7 @@ def _write(result, request, tokens, num_sampled, width, WIDTH: tl.constexpr):
 
 @triton.jit
 def _write_drawn(result, layout, request, begin, num_rows, tokens, width, WIDTH: tl.constexpr):
-    """With a one-hot q: stores the rows' tokens [WIDTH] up to the first that is not the draft."""
+    """With a one-hot q, stores the rows' tokens [WIDTH] up to the first that is not the draft."""
     steps = tl.arange(0, WIDTH)
     is_draft, fed = steps < num_rows - 1, begin + 1 + steps  # rows after a request's first
     if layout.logits_indices is not None:
@@ -98,7 +95,6 @@ def _draw_kernel(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Draws the token of a row; the last program of a request compares the tokens with the drafts."""
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     if step < num_rows:
@@ -130,7 +126,6 @@ def _draw_kernel(
 
 @triton.jit
 def _load_weighed(weighed, target, drafts, begin, num_rows, state, step, first):
-    """p and q of a row, as `race` takes them."""
     # The bonus row recovers nothing, as if a draft had an empty vocabulary.
     place, has_draft = first + step, step < num_rows - 1
     row_ptr = target.logits + (begin + step) * target.stride
@@ -152,7 +147,6 @@ def _write_accepted(
     result, num_accepted, weighed, scanned, target, drafts, layout, parameters, request, width,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the accepted drafts of a request, and the recovered or bonus token."""
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     last = 0
     if num_rows > 0:
@@ -173,7 +167,7 @@ def _write_accepted(
 
 @triton.jit
 def _draft_ratio(weighed, place, scanned, slot, p, drafts, draft_row_ptr, draft, scale, GROUPS: tl.constexpr):
-    """p / q of a row's draft; 0 where q is no distribution. Stores the maximum and the sum of q."""
+    """Returns p / q of a row's draft, 0 where q is no distribution. Stores the maximum and the sum of q."""
     row_ptr, vocab_size, limit, maximum, total = p
     draft_maxima, draft_totals, draft_maximum = load_scan(scanned, slot, scale, GROUPS)
     largest = tl.max(draft_maxima, axis=0)
@@ -192,7 +186,6 @@ def _draft_ratio(weighed, place, scanned, slot, p, drafts, draft_row_ptr, draft,
 
 @triton.jit
 def _num_accepted(weighed, layout, parameters, request, width, WIDTH: tl.constexpr):
-    """The number of accepted drafts of a request."""
     begin, num_rows, state, _temperature = load_request(layout, parameters, request)
     steps = tl.arange(0, WIDTH)
     is_draft = steps < num_rows - 1
@@ -219,7 +212,6 @@ def _weigh_kernel(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Computes p / q of the draft of a row; the last program of a request accepts and draws."""
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     scale = scale_of(temperature)
@@ -274,7 +266,6 @@ def draw(
 def weigh(
     result: Result, scanned: Scan, target: Target, drafts: Drafts, layout: Layout, parameters: Parameters, given: int
 ) -> Weighed:
-    """Verifies drafts that were drawn from q, in one launch."""
     num_reqs, width = result.sampled.shape
     weighed = Weighed(*(scanned.maximum.new_empty(num_reqs, width) for _ in Weighed._fields))
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)

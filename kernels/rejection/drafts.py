@@ -1,10 +1,9 @@
-"""Draft tokens drawn under the requests' sampling parameters, coupled with their verification or as samples of q.
+"""Draws draft tokens under the requests' sampling parameters, coupled with verification or as samples of q. N: rows.
 
 With a one-hot q a row emits a function of its weights and of the noise of (seed, position), whatever was drafted. A
 proposer that runs the same race with its guess at the target's weights drafts the emitted token wherever the guess is
 right, at any temperature; no q is stored. Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant
-Speculative Decoding". With other noise a draft is a sample of q, which verification has to know, cut by the same limits
-as p. N: rows.
+Speculative Decoding". With other noise a draft is a sample of q, cut by the limits of p; verification has to know q.
 """
 
 import torch
@@ -21,8 +20,7 @@ def coupled_sample(
     sampling: Sampling,  # of the rows, [N] each
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """Token ids [N] int64: `rejection_sample` with a one-hot q would emit them at rows of these logits.
-
+    """Returns the token ids [N] int64 that `rejection_sample` with a one-hot q would emit at rows of these logits.
     Implementations and errors are those of `rejection_sample`, here and below.
 
     >>> coupled_sample(torch.tensor([[0.0, 9.0]]), torch.tensor([5]), Sampling(torch.zeros(1), torch.tensor([7])))
@@ -37,7 +35,7 @@ def largest_probs_of(
     logits: torch.Tensor,  # [N, vocab_size]
     temperature: torch.Tensor,  # [N], 0 counts as 1
 ) -> torch.Tensor:
-    """[N] float32: the largest probability of each row before truncation.
+    """Returns the largest probability of each row before truncation, [N] float32.
 
     >>> largest_probs_of(torch.tensor([[0.75, 0.25]]).log(), torch.zeros(1))
     tensor([0.7500])
@@ -53,7 +51,7 @@ def rated_sample(
     greedy: bool = False,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`coupled_sample`, or if `greedy` the argmax, and `largest_probs_of`: on a GPU in the same launches.
+    """Returns `coupled_sample`, or if `greedy` the argmax, and `largest_probs_of`: on a GPU in the same launches.
 
     >>> rated_sample(torch.tensor([[0.75, 0.25]]).log(), torch.tensor([5]), Sampling(torch.zeros(1), torch.tensor([7])))
     (tensor([0]), tensor([0.7500]))
@@ -69,8 +67,8 @@ def rated_sample(
 def race_logprobs(
     logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None = None
 ) -> torch.Tensor:
-    """Log-probabilities [N, vocab_size] of winning the race of `coupled_sample` if the logits are nearly these: the
-    softmax of a token's distance to the winner. At temperature 0 it is that of the logits. A GPU waits for nothing.
+    """Returns log-probabilities [N, vocab_size] of winning the race of `coupled_sample` if the logits are nearly these:
+    the softmax of a token's distance to the winner; at temperature 0 that of the logits. A GPU waits for nothing.
 
     >>> race_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([5]), Sampling(torch.zeros(1), torch.tensor([7]))).exp()
     tensor([[0.2689, 0.7311]])
@@ -92,8 +90,7 @@ def race_logprobs(
 def sample_with_q(
     logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N] int64, and the logits [N, vocab_size] of q, with -inf where a limit cuts. The seeds are others than
-    those of verification.
+    """Returns token ids [N] int64, and q's logits [N, vocab_size], -inf where cut. Verification must have other seeds.
 
     >>> seeds, top_k = torch.tensor([7]), torch.tensor([1])
     >>> sample_with_q(torch.tensor([[0.0, 9.0]]), torch.tensor([5]), Sampling(torch.ones(1), seeds, top_k))
@@ -108,7 +105,7 @@ def sample_with_q(
 def _cut(
     logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logits with -inf where a limit cuts, and the tokens if the kernel that cuts has drawn them, too."""
+    """Returns the logits with -inf where a limit cuts, and the tokens if the kernel that cuts has drawn them, too."""
     if sampling.truncates and implementation_of(logits, implementation, "host") == "fused":
         from . import fused
 
@@ -118,6 +115,6 @@ def _cut(
 
 
 def _layout(positions: torch.Tensor) -> Layout:
-    """Rows without drafts, in the types of a step; a request's first token is ignored, so any will do."""
+    """Returns rows without drafts, in the types of a step; a request's first token is ignored, so any will do."""
     rows = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
     return Layout(rows, rows[:-1], positions, rows[:-1].long())

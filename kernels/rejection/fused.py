@@ -1,9 +1,7 @@
-"""Modified rejection sampling in Triton, in two launches; reference.py explains the algorithm.
-
-The first launch scans: a program reads a tile of a row, and stores the maximum and the weight of each group of tokens.
-With these the second finds a row's thresholds, opens few groups for the race, and decides which tokens a request emits.
-No launch waits for the host, so a CUDA graph can record them.
-"""
+"""Modified rejection sampling in Triton, in two launches; reference.py explains the algorithm. In the first a program
+reads a tile of a row, and stores the maximum and the weight of each group of tokens. With these the second computes a
+row's thresholds, opens few groups for the race, and decides which tokens a request emits. No launch waits for the host,
+so a CUDA graph can record them."""
 
 import torch
 
@@ -20,8 +18,8 @@ def rejection_sample(
     max_num_draft: int,
     draft_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As the front door; also num_rejected, if the layout has logits_indices, and with a one-hot q each row's smallest
-    logit that is not cut, [num_reqs, width]."""
+    """Also returns num_rejected, if the layout has logits_indices, and with a one-hot q each row's smallest logit that
+    is not cut, [num_reqs, width]."""
     layout = layout_of(*layout)
     result = _new_result(layout, max_num_draft + 1)
     target, (parameters, given) = target_of(target_logits), parameters_of(sampling, layout)
@@ -37,7 +35,6 @@ def rejection_sample(
 def rated_sample(
     logits: torch.Tensor, layout: Layout, sampling: Sampling, greedy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See drafts.py; the rows have no drafts."""
     layout = layout_of(*layout)
     result = _new_result(layout, 1)
     largest_probs = torch.empty_like(result.num_sampled, dtype=torch.float32)

@@ -1,9 +1,6 @@
-"""Verification of one-hot drafts on a CPU: the tokens of reference.py, bit for bit, with fewer small operations.
-
-Operations on whole rows are those of the reference. Its other 150 operations are small, and together they take longer
-than vLLM's small step; here they are compiled loops. PyTorch takes the logarithms, since another library would round
-them differently. N: rows, V: vocab_size.
-"""
+"""Verification of one-hot drafts on a CPU: the tokens of reference.py, bit for bit. Operations on whole rows are those
+of the reference. Its other 150 operations are small, and together they take longer than vLLM's small step; here they
+are compiled loops. PyTorch takes the logarithms, since another library would round them differently."""
 
 import math
 from typing import Any
@@ -38,7 +35,7 @@ def _splitmix64(state: np.uint64) -> np.uint64:
 def _negated_uniform(
     seeds: Int64Array, positions: Int64Array, stream: int, begins: Int64Array, result: Float32Array
 ) -> None:
-    """Minus the uniform numbers of each row's counters from begins[row] on."""
+    """Writes minus the uniform numbers of each row's counters from begins[row] on."""
     for row in range(result.shape[0]):
         place = positions[row] ^ (stream << STREAM_SHIFT)
         key = _splitmix64(_splitmix64(np.uint64(seeds[row])) ^ np.uint64(place))
@@ -49,7 +46,7 @@ def _negated_uniform(
 
 @compiled("void(float32[:, ::1], int64[:], float32[:, ::1], int64[:])")
 def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result: Int64Array) -> None:
-    """The first to arrive of a row's entries from begins[row] on; the noise is minus `logs`."""
+    """Writes the first to arrive of a row's entries from begins[row] on; the noise is minus `logs`."""
     for row in range(logs.shape[0]):
         begin = begins[row]
         largest = np.float32(-1)
@@ -64,13 +61,8 @@ def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result
 def accept(
     token_ids: Int64Array, cu_num_logits: Int32Array, fed: Int64Array, sampled: Int64Array, num_sampled: Int32Array
 ) -> None:
-    """A request emits its rows' tokens, up to the first that is not the draft fed at the next row.
-
-    Args:
-        token_ids: [N] the token that each row draws.
-        cu_num_logits, fed: cu_num_logits and draft_token_ids of the front door.
-        sampled, num_sampled: its results, written.
-    """
+    """A request emits its rows' tokens, up to the first that is not the draft fed at the next row. `token_ids` [N] has
+    the token that each row draws; `sampled` and `num_sampled` are written."""
     for request in range(len(num_sampled)):
         begin = cu_num_logits[request]
         num_rows = min(cu_num_logits[request + 1] - begin, sampled.shape[1])
@@ -90,7 +82,7 @@ def heat(
     positions: Int64Array,  # [N]
     stream: int,
 ) -> Int64Array:
-    """The winner [N] among `size` entries of each row."""
+    """Returns the winner [N] among `size` entries of each row."""
     noise, result = np.empty((len(seeds), size), np.float32), begins.copy()
     _negated_uniform(seeds, positions, stream, begins, noise)
     torch.from_numpy(noise).log1p_()
@@ -99,14 +91,14 @@ def heat(
 
 
 def draw(weights: torch.Tensor, seeds: Int64Array, positions: Int64Array) -> Int64Array:
-    """Token ids [N], drawn in proportion to the weights [N, V]; token 0 if all of a row's are 0."""
+    """Draws token ids [N] in proportion to the weights [N, V]; token 0 if all of a row's are 0."""
     sums = group_sums(weights)
     groups = heat(sums, np.zeros(len(seeds), np.int64), sums.shape[1], seeds, positions, GROUP)
     return heat(weights, groups * GROUP_SIZE, min(GROUP_SIZE, weights.shape[1]), seeds, positions, TOKEN)
 
 
 def draw_rows(logits: torch.Tensor, states: Int64Array, positions: Int64Array, sampling: Sampling) -> Int64Array:
-    """Token ids [N], drawn from each row [N, V] under the sampling parameters of its state [N]."""
+    """Draws token ids [N] from each row [N, vocab_size] under the sampling parameters of its state [N]."""
     temperature, seeds = sampling.temperature.numpy()[states], sampling.seeds.numpy()[states]
     is_drawn, token_ids = temperature != 0, np.empty(len(states), np.int64)
     scale = torch.from_numpy(np.reciprocal(np.where(is_drawn, temperature, ONE)) * LOG2_E)

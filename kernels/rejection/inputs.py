@@ -1,7 +1,5 @@
-"""Small inputs of verification and of edits, made from a seed; the check of a device and the tests use them.
-
-R: rows of a batch, V: vocab_size.
-"""
+"""Small inputs of verification and of edits, made from a seed; the check of a device and the tests use them. R: rows of
+a batch, V: vocab_size."""
 
 from typing import Any, NamedTuple
 
@@ -56,14 +54,11 @@ def make_batch(
     peaks: bool = False,
     **sampling: Any,
 ) -> Batch:
-    """A ragged batch, in the types and strides of Model Runner V2.
+    """Makes a ragged batch, in the types and strides of Model Runner V2. Requests have every second state, shuffled.
 
     A draft with a one-hot q is the token that verification draws with probability `agreement`, else any token. With
-    `dense`, q is p with noise, and drafts are drawn from q. Requests have every second state, shuffled.
-
-    Args:
-        peaks: whether two of three rows have a dozen likely tokens, beside edges of tiles and groups or in one group.
-        sampling: fields of `Sampling`; by default temperature 1 and random seeds.
+    `dense`, q is p with noise, and drafts are drawn from q. With `peaks`, two of three rows have a dozen likely tokens,
+    beside edges of tiles and groups or in one group. Temperatures are 1 and seeds random unless `sampling` has them.
     """
     rng = torch.Generator().manual_seed(seed)
     num_reqs, width, num_rows = len(num_draft), max(num_draft), torch.tensor(num_draft) + 1
@@ -94,7 +89,6 @@ def make_batch(
 
 
 def _noise(num_rows: int, vocab_size: int, rng: torch.Generator) -> torch.Tensor:
-    """[R, V]: rows are pieces of one noise, which is cheap for any vocabulary."""
     noise = torch.randn(vocab_size + 64 * num_rows, generator=rng)
     return noise.unfold(0, vocab_size, 64)[:num_rows]
 
@@ -120,11 +114,8 @@ def _add_peaks(logits: torch.Tensor, rng: torch.Generator) -> None:
 
 
 def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampling, int]:
-    """The arguments of `sample_step` for the same rows, each after one token more of its request.
-
-    Args:
-        prompts: the last requests that feed tokens of their prompts; every other prompt goes on after them.
-    """
+    """Returns the arguments of `sample_step` for the same rows, each after one token more of its request. The last
+    `prompts` requests feed tokens of their prompts; every other prompt goes on after them."""
     num_reqs, num_rows = len(batch.idx_mapping), batch.cu_num_logits.diff()
     rows = torch.arange(len(batch.positions))
     places = rows + torch.arange(num_reqs).repeat_interleave(num_rows) + 1
@@ -141,11 +132,9 @@ def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampl
 
 
 def make_edits(batch: Batch, seed: int = 0) -> Edits:
-    """Edits of every kind; every fourth state asks for none.
-
-    Lists have up to several blocks of entries. Prompts end, and stop tokens may come, near a request's first row.
-    Histories and the beginnings of bad words have few tokens, so that they match. Arrays go on after their lists end.
-    """
+    """Makes edits of every kind; every fourth state asks for none. Lists have up to several blocks of entries. Prompts
+    end, and stop tokens may come, near a request's first row. Histories and the beginnings of bad words have few
+    tokens, so that they match. Arrays go on after their lists end."""
     rng = torch.Generator().manual_seed(seed)
     vocab_size, num_states, num_words, max_word = batch.target_logits.shape[1], len(batch.sampling.seeds), 24, 4
     states = torch.arange(num_states)
@@ -153,7 +142,6 @@ def make_edits(batch: Batch, seed: int = 0) -> Edits:
     pool = torch.randperm(vocab_size, generator=rng)[:2048].int()
 
     def lists(max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths and tokens, which differ."""
         first = integers(rng, len(pool), num_states, 1) + torch.arange(max_length)
         return integers(rng, min(max_length, len(pool)) + 1, num_states) * asks, pool[first % len(pool)]
 

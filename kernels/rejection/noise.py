@@ -1,8 +1,5 @@
-"""Streams of counter-based noise in PyTorch.
-
-Every random number of verification is a function of the request's seed, the token's position, a stream, which is the
-number's use, and a counter, which is a token or a group of tokens. N: rows.
-"""
+"""Streams of counter-based noise in PyTorch. Every random number of verification is a function of the request's seed,
+the token's position, a stream, which is the number's use, and a counter: a token or a group of tokens. N: rows."""
 
 import torch
 
@@ -13,7 +10,6 @@ _MASK = (1 << 64) - 1
 
 
 def _signed(constant: int) -> int:
-    """An unsigned 64-bit constant as the int64 that has its bits."""
     constant &= _MASK
     return constant - (1 << 64) if constant >= 1 << 63 else constant
 
@@ -35,12 +31,12 @@ def splitmix64(state: torch.Tensor) -> torch.Tensor:
 
 
 def keys(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-    """States [N] int64 of one stream, from seeds and positions, [N] int64 each."""
+    """Returns states [N] int64 of one stream, from seeds and positions, [N] int64 each."""
     return splitmix64(splitmix64(seeds) ^ positions ^ (stream << STREAM_SHIFT))
 
 
 def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """Numbers float32 in (0, 1) of int64 states and counters that broadcast, 32 bits each."""
+    """Returns float32 numbers in (0, 1) of int64 states and counters that broadcast, 32 bits each."""
     bits = splitmix64(keys + counters * _signed(STEP)) >> 32 & (1 << 32) - 1
     return ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
 

@@ -1,9 +1,7 @@
-"""The race of a row's tokens in Triton, group by group, with the noise of noise.py, bit for bit.
-
-A group's weight under p bounds its weight in max(p - q, 0) and after truncation, and its noise is known. So the race
-opens groups in the order of their earliest arrival, until no other group can win. For a residual of mass s it opens
-about 1 / s groups; a draft is rejected with probability s, so that is about one group a step.
-"""
+"""The race of a row's tokens in Triton, group by group, with the noise of noise.py, bit for bit. A group's weight under
+p bounds its weight in max(p - q, 0) and after truncation, and its noise is known. So the race opens groups in the order
+of their earliest arrival, until no other group can win. For a residual of mass s it opens about 1 / s groups; a draft
+is rejected with probability s, so that is about one group a step."""
 
 import triton
 import triton.language as tl
@@ -22,7 +20,6 @@ _REST = tl.constexpr(8.271806125530277e-25)
 
 @triton.jit
 def _splitmix64(state):
-    """64 mixed bits of uint64."""
     bits = state + 0x9E3779B97F4A7C15
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
@@ -31,14 +28,12 @@ def _splitmix64(state):
 
 @triton.jit
 def uniform(key, counters):
-    """Numbers float32 in (0, 1) of integer counters."""
     bits = _splitmix64(key + counters.to(tl.uint64) * 0x9E3779B97F4A7C15) >> 32
     return tl.minimum((bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
 
 
 @triton.jit
 def exponential(key, counters):
-    """Exponential(1) noise float32 of integer counters."""
     number = uniform(key, counters)
     # log1p(-number): the second factor corrects the rounding of 1 - number.
     rest = 1.0 - number
@@ -47,14 +42,13 @@ def exponential(key, counters):
 
 @triton.jit
 def stream_key(seed, position, stream):
-    """State of a stream, uint64, from int64 scalars."""
     where = position ^ (stream << _STREAM_SHIFT)
     return _splitmix64(_splitmix64(seed.to(tl.uint64)) ^ where.to(tl.uint64))
 
 
 @triton.jit
 def first_of_largest(row_ptr, maxima, vocab_size):
-    """The first argmax of a row, from its groups' maxima; 0 for a row of -inf alone."""
+    """Returns the first argmax of a row, from its groups' maxima; 0 for a row of -inf alone."""
     largest, group = tl.max(maxima, axis=0, return_indices=True)
     tokens = group * GROUP + tl.arange(0, GROUP)
     logits = load_logits(row_ptr, tokens, tokens < vocab_size)
@@ -63,7 +57,6 @@ def first_of_largest(row_ptr, maxima, vocab_size):
 
 @triton.jit
 def weights_of(p, q, scale, tokens):
-    """p and q of some tokens; without a draft q is 0."""
     row_ptr, vocab_size, limit, maximum, total = p
     logits = load_logits(row_ptr, tokens, tokens < vocab_size)
     p_weights = tl.where(logits >= limit, tl.exp2((logits - maximum) * scale) / total, 0.0)
@@ -77,7 +70,6 @@ def weights_of(p, q, scale, tokens):
 
 @triton.jit
 def _residual(p, q, scale, tokens):
-    """max(p - q, 0) of some tokens; p without a draft."""
     p_weights, q_weights = weights_of(p, q, scale, tokens)
     if q is not None:
         p_weights = tl.maximum(p_weights - q_weights, 0.0) + p_weights * _REST
@@ -98,7 +90,7 @@ def race(
     totals,
     GROUPS: tl.constexpr,
 ):
-    """The token that arrives first, with weights max(p - q, 0), or p without a draft."""
+    """Returns the token that arrives first, with weights max(p - q, 0), or p without a draft."""
     recovers = False
     if q is not None:
         recovers = q[1] > 0

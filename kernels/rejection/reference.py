@@ -30,17 +30,17 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def draft_ratio(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """p / q of drafts with probability p under the target and q under the proposer; finite, 0 where p is 0."""
+    """Returns p / q of drafts with probability p under the target and q under the proposer; finite, 0 where p is 0."""
     return torch.where(p > 0, p / q, 0.0).clamp_(max=torch.finfo(p.dtype).max)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Weights [..., V] of the token after a rejected draft, max(p - q, 0); p where rounding makes them all 0."""
+    """Returns weights [..., V] of the token after a rejected draft, max(p - q, 0); p where rounding makes all 0."""
     return (p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
 
 
 def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 (or float64) logits [N, V], NaN as -inf and +inf as the largest float32; and the rows' maxima [N, 1],
+    """Returns floating logits [N, V], with NaN as -inf and +inf as the largest float32; and the rows' maxima [N, 1],
     which are the lowest number for rows of -inf alone."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     maximum = logits.amax(dim=-1, keepdim=True)
@@ -51,13 +51,13 @@ def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weigh(logits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finite logits and their weights [N, V], exp2(scale [N] * (logit - row maximum))."""
+    """Returns finite logits and their weights [N, V], exp2(scale [N] * (logit - row maximum))."""
     logits, maximum = finite_with_max(logits)
     return logits, (logits - maximum).mul_(scale[:, None]).exp2_()
 
 
 def _weighed(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Finite logits and their weights [N, V] before truncation, and the thresholds [N] of the limits, if any."""
+    """Returns finite logits and their weights [N, V] before truncation, and the limits' thresholds [N], if any."""
     temperature = sampling.temperature.to(torch.promote_types(logits.dtype, torch.float32))
     scale = torch.where(temperature == 0, 1.0, temperature).reciprocal_().mul_(math.log2(math.e))
     logits, weights = weigh(logits, scale)
@@ -66,10 +66,8 @@ def _weighed(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, to
 
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Weights [N, V] of the tokens under the rows' sampling parameters: probabilities, scaled so that the largest is 1.
-
-    At temperature 0 the others are 0. float32, or float64 for float64 logits.
-    """
+    """Returns weights [N, V] of the tokens under the rows' sampling parameters: probabilities, scaled so that the
+    largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits."""
     logits, result, limit = _weighed(logits, sampling)
     if limit is not None:
         result.masked_fill_(logits < limit[:, None], 0)
@@ -80,19 +78,19 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits [N, V] with -inf where the rows' limits cut; NaN stays. Temperature 0 counts as 1."""
+    """Returns logits [N, V] with -inf where the rows' limits cut; NaN stays. Temperature 0 counts as 1."""
     limit = _weighed(logits, sampling)[2] if sampling.truncates else None
     return logits if limit is None else logits.masked_fill(logits < limit[:, None], -torch.inf)
 
 
 def probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0, 0 for a row of -inf alone."""
+    """Returns probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0, 0 for -inf alone."""
     result = weights(logits, sampling)
     return result.div_(result.sum(-1, keepdim=True).clamp_(min=1))
 
 
 def group_sums(weights: torch.Tensor, group_size: int = GROUP_SIZE) -> torch.Tensor:
-    """Weights [N, ceil(V / G)] of the groups, from the tokens' [N, V]."""
+    """Returns weights [N, ceil(V / G)] of the groups, from the tokens' [N, V]."""
     num_rows, vocab_size = weights.shape
     whole = vocab_size // group_size * group_size
     sums = weights[:, :whole].view(num_rows, -1, group_size).sum(-1) if whole else weights[:, :0]
@@ -105,7 +103,7 @@ def draw(
     positions: torch.Tensor,  # [N] int64
     streams: tuple[int | torch.Tensor, int | torch.Tensor] = (GROUP, TOKEN),  # each one for all rows, or [N]
 ) -> torch.Tensor:
-    """Token ids [N] int64, drawn in proportion to the weights; token 0 if all of a row's are 0."""
+    """Draws token ids [N] int64 in proportion to the weights; token 0 if all of a row's are 0."""
     vocab_size, device = weights.shape[-1], weights.device
     sums = group_sums(weights)
     group_keys, token_keys = (keys(seeds, positions, stream)[:, None] for stream in streams)
@@ -117,22 +115,22 @@ def draw(
 
 
 def draw_rows(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Token ids [N] int64, drawn from each row [N, V] under its sampling parameters."""
+    """Draws token ids [N] int64 from each row [N, V] under its sampling parameters."""
     parts = [(part, sampling.at(part)) for part in chunks(*logits.shape)]
     drawn = [draw(weights(logits[part], chosen), chosen.seeds, positions[part]) for part, chosen in parts]
     return torch.cat(drawn) if drawn else positions[:0]
 
 
 def draft_probs(draft_logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> torch.Tensor:
-    """q [N, vocab_size] of draft logits [N, <= vocab_size]; 0 at temperature 0, where p alone decides, and where they
-    are no distribution."""
+    """Returns q [N, vocab_size] of draft logits [N, <= vocab_size]; 0 at temperature 0, where p alone decides, and
+    where they are no distribution."""
     q = probs(draft_logits, Sampling(sampling.temperature, sampling.seeds))
     decides = is_distribution(draft_logits) & (sampling.temperature != 0)
     return torch.nn.functional.pad(q.masked_fill_(~decides[:, None], 0), (0, vocab_size - q.shape[-1]))
 
 
 def is_distribution(draft_logits: torch.Tensor) -> torch.Tensor:
-    """[...] bool: whether a token can be drawn from draft logits [..., V]: without NaN and +inf, not -inf alone."""
+    """Returns [...] bool, whether draft logits [..., V] are a distribution's: without NaN and +inf, not -inf alone."""
     return draft_logits.amax(dim=-1).isfinite()
 
 
@@ -149,7 +147,7 @@ def _verify(
     positions: torch.Tensor,  # [B, K + 1]
     sampling: Sampling,  # of the requests
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many drafts are accepted, and the token after them, [B] int64 each."""
+    """Returns how many drafts are accepted, and the token after them, [B] int64 each."""
     num_reqs, width, vocab_size = target_logits.shape
     every, steps = (torch.arange(size, device=drafts.device) for size in (num_reqs, width))
     p = probs(target_logits.flatten(0, 1), sampling.at(every.repeat_interleave(width))).view(num_reqs, width, -1)

@@ -31,7 +31,6 @@ class Scan(NamedTuple):
 
 @triton.jit
 def load_request(layout, parameters, request):
-    """First row and number of rows of a request, its state and its temperature."""
     begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
     num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
     state = tl.load(layout.idx_mapping + request).to(tl.int64)
@@ -40,26 +39,26 @@ def load_request(layout, parameters, request):
 
 @triton.jit
 def load_logits(row_ptr, offsets, mask):
-    """float32 logits of a row; NaN counts as -inf, +inf as the largest float32."""
+    """Loads float32 logits of a row; NaN counts as -inf, +inf as the largest float32."""
     logits = tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.minimum(tl.where(logits != logits, float("-inf"), logits), LARGEST)
 
 
 @triton.jit
 def finite_maximum(maximum):
-    """The maximum, or 0 for -inf: -inf less -inf is NaN."""
+    """Returns the maximum, or 0 for -inf: -inf less -inf is NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def scale_of(temperature):
-    """Factor from logits to exponents of 2; temperature 0 counts as 1."""
+    """Returns the factor from logits to exponents of 2; temperature 0 counts as 1."""
     return LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
 
 
 @triton.jit
 def _request_of(cu_num_logits_ptr, row, num_reqs):
-    """The last request that begins at or before a row: the row's request, if it has one."""
+    """Returns the last request that begins at or before a row: the row's request, if it has one."""
     low, high = 0, num_reqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -80,7 +79,6 @@ def _scan_kernel(
     num_logits,
     num_tiles,
 ):
-    """One tile of a row."""
     place, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     row, is_draft = place, False
     if drafts is not None:
@@ -110,7 +108,7 @@ def _scan_kernel(
 
 @triton.jit
 def load_scan(scanned, slot, scale, GROUPS: tl.constexpr):
-    """A row's groups: their maxima and weights [GROUPS], relative to the row's maximum, which comes third."""
+    """Loads a row's groups: their maxima and weights [GROUPS], relative to the row's maximum, which comes third."""
     groups = tl.arange(0, GROUPS)
     slots = slot.to(tl.int64) * scanned.num_groups + groups
     maxima = tl.load(scanned.maximum + slots, mask=groups < scanned.num_groups, other=float("-inf"))
@@ -120,7 +118,6 @@ def load_scan(scanned, slot, scale, GROUPS: tl.constexpr):
 
 
 def scan(target: Target, drafts: Drafts | None, layout: Layout, parameters: Parameters) -> Scan:
-    """Scans all rows in one launch."""
     num_reqs, num_logits, device = len(layout.idx_mapping), len(target.logits), target.logits.device
     shape = num_logits * (1 if drafts is None else 2), triton.cdiv(target.vocab_size, GROUP_SIZE)
     maximum, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))

@@ -1,7 +1,5 @@
-"""`rejection_sample` with a one-hot q on a runner's step: reads the step's arrays in place.
-
-On a GPU this takes two launches, which also gather the drafts and count the rejected ones.
-"""
+"""`rejection_sample` with a one-hot q on a runner's step: reads the step's arrays in place. On a GPU this takes two
+launches, which also gather the drafts and count the rejected ones."""
 
 from typing import Any
 
@@ -19,13 +17,12 @@ def sample_step(
     implementation: str | None = None,
     operation: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Emitted tokens, their number, and the number of rejected drafts. A request with a prompt that goes on has none of
+    """Returns the emitted tokens and the number of rejected drafts. A request with a prompt that goes on has none of
     them; one that feeds a token of its prompt has no drafts yet, and their placeholders are rejected.
 
     Args:
         layout: `draft_token_ids` and `positions` [num_tokens] of all fed tokens, `logits_indices` [num_logits] of the
             rows among these, `seq_lens` [>= num_reqs] with the fed tokens, `prefill_len` [num_states] of the prompts.
-        implementation: as of `rejection_sample`.
         operation: replaces `rejection_sample`; takes its first seven arguments.
 
     Returns:

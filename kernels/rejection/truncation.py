@@ -1,9 +1,6 @@
-"""Thresholds of top-k, top-p and min-p in PyTorch.
-
-Each cuts the tokens below a threshold of the logit, so together they are one threshold a row. As in vLLM min-p and
-top-k see the whole distribution, and top-p the rest, renormalised. Tokens at the threshold stay, so the result does not
-depend on the order of the vocabulary. N: rows, V: vocab_size.
-"""
+"""Thresholds of top-k, top-p and min-p in PyTorch. Each cuts the tokens below a threshold of the logit, so together
+they are one threshold a row. As in vLLM min-p and top-k see the whole distribution, and top-p the rest, renormalised.
+Tokens at the threshold stay, so the result does not depend on the order of the vocabulary. N: rows, V: vocab_size."""
 
 import torch
 
@@ -18,7 +15,8 @@ def thresholds(
     top_p: torch.Tensor | None,  # [N] floating in (0, 1]; 1 is no limit
     min_p: torch.Tensor | None,  # [N] floating in [0, 1]; 0 is no limit
 ) -> torch.Tensor:
-    """Thresholds [N], -inf without a limit: from a row's largest logits, or from more where these do not decide.
+    """Returns thresholds [N], -inf without a limit: from a row's largest logits, or from more where these do not
+    decide.
 
     >>> logits = torch.tensor([[3.0, 1.0, 2.0, 1.0]])
     >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3), torch.tensor([2]), None, None)
@@ -53,7 +51,7 @@ def _from_prefix(
     top_p: torch.Tensor,
     limit: torch.Tensor,  # of min-p
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The thresholds [N], and whether the largest logits decide them [N]; else those of min-p."""
+    """Returns the thresholds [N], and whether the largest logits decide them [N]; else those of min-p."""
     size = prefix.shape[-1]
     maximum = prefix[:, 0]
     kth = prefix.gather(1, (top_k.clamp(max=size) - 1)[:, None])[:, 0]

@@ -1,11 +1,9 @@
-"""Thresholds of top-k, top-p and min-p in Triton, without a sort of the vocabulary.
-
-The maxima and weights of a row's groups bound its threshold from below: k groups with a maximum of t or more hold k
-tokens for top-k; the tokens at maxima above t weigh as much as top-p asks for; or t is so small that all tokens at t
-would weigh less than top-p may cut. Few groups remain, whatever the vocabulary. In these a search in the order of
-floats finds the threshold, two bounds a read, in about 5 reads for bfloat16. (A histogram of weights needs atomics.) In
-a flat row many groups remain, which costs these reads; the result is as exact.
-"""
+"""Thresholds of top-k, top-p and min-p in Triton, without a sort of the vocabulary. The maxima and weights of a row's
+groups bound its threshold from below: k groups with a maximum of t or more hold k tokens for top-k; the tokens at
+maxima above t weigh as much as top-p asks for; or t is so small that all tokens at t would weigh less than top-p may
+cut. Few groups remain, whatever the vocabulary. In these a search in the order of floats computes the threshold, two
+bounds a read, in about 5 reads for bfloat16. (A histogram of weights needs atomics.) In a flat row many groups remain,
+which costs these reads; the result is as exact."""
 
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ _VECTOR = tl.constexpr(8)  # tokens that a lane loads at once
 
 @triton.jit
 def _to_key(logit):
-    """The float32's place in the order of floats, int64."""
+    """Returns the float32's place in the order of floats, int64."""
     bits = logit.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -31,7 +29,7 @@ def _from_key(key):
 
 @triton.jit
 def _sums(row, a, b, COUNTS: tl.constexpr):
-    """Weights, or numbers if COUNTS, of the candidates' tokens not below each of two bounds, in one read."""
+    """Returns weights, or numbers if COUNTS, of the candidates' tokens not below each of two bounds, in one read."""
     row_ptr, vocab_size, groups_ptr, num_candidates, maximum, scale = row
     # Lanes are summed up at the end, so warps wait for memory alone.
     LANES: tl.constexpr = GROUP // _VECTOR
@@ -56,9 +54,9 @@ def _sums(row, a, b, COUNTS: tl.constexpr):
 
 @triton.jit
 def _search(row, target, floor, limit, total, COUNTS: tl.constexpr):
-    """The largest float between `floor` and the maximum above which the sum reaches `target`, and that sum; at least
-    `limit`, and `limit` and `total` where the sum is smaller even from `floor` on. A read leaves a third of the floats.
-    """
+    """Returns the largest float from `floor` to the maximum above which the sum reaches `target`, and that sum; at
+    least `limit`, and `limit` and `total` where the sum is smaller from `floor` on. A read leaves a third of the
+    floats."""
     # Floats that differ only in bits that the logits' type lacks are one bucket.
     dtype: tl.constexpr = row[0].dtype.element_ty
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
@@ -78,7 +76,7 @@ def _search(row, target, floor, limit, total, COUNTS: tl.constexpr):
 
 @triton.jit
 def _nucleus_floor(total, maximum, scale, top_p, vocab_size):
-    """A lower bound of top-p's threshold: the logit at which all tokens together weigh what top-p may cut."""
+    """Bounds top-p's threshold from below by the logit at which all tokens together weigh as much as top-p may cut."""
     # Leaves room for the rounding of sums and logits.
     depth = tl.minimum(tl.log2(tl.maximum(1.0 - 1.001 * top_p, 0.0) * total / vocab_size) / scale, 0.0)
     return maximum + depth - 1e-6 * (tl.abs(maximum) - depth)
@@ -86,7 +84,7 @@ def _nucleus_floor(total, maximum, scale, top_p, vocab_size):
 
 @triton.jit
 def _lower_bound(maxima, total, maximum, scale, top_k, top_p, GROUPS: tl.constexpr):
-    """A lower bound of the thresholds of top-k and, below 1, top-p from the groups' maxima [GROUPS]."""
+    """Bounds the thresholds of top-k and, below 1, top-p from below by the groups' maxima [GROUPS]."""
     ranks = tl.arange(0, GROUPS)
     ordered = tl.sort(maxima, descending=True)
     kth = tl.max(tl.where(ranks == top_k - 1, ordered, float("-inf")), axis=0)
@@ -114,7 +112,7 @@ def load_kept(
     vocab_size,
     GROUPS: tl.constexpr,
 ):
-    """load_scan of a row, the weight of the tokens that are not cut (1 for a row of -inf alone), and the threshold."""
+    """Returns load_scan of a row, the weight of its tokens that are not cut (1 for -inf alone), and the threshold."""
     maxima, totals, maximum = load_scan(scanned, slot, scale, GROUPS)
     limit, total = float("-inf"), tl.sum(totals, axis=0)
     top_k = tl.load(parameters.top_k + state, mask=(given & 1) != 0, other=vocab_size)

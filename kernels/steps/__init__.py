@@ -1,9 +1,6 @@
-"""The work for each row of a step beside drafting, in one launch each: `limit` says how much a row may draft, `newest`
-what drafting begins with, `join` makes one draft of two stages' drafts, and `tally` counts.
-
-Nothing here waits, so a CUDA graph can record it. R: rows of the batch or of a graph, S: slots of requests, K: max
-tokens of a draft, M: stages, two of them. A row of padding has slot S, which no request has, and has sampled nothing.
-"""
+"""The work for each row of a step beside drafting, in one launch each. Nothing here waits, so a CUDA graph can record
+it. R: rows of the batch or of a graph, S: slots of requests, K: max tokens of a draft, M: stages, two of them. A row of
+padding has slot S, which no request has, and has sampled nothing."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +12,7 @@ SUMS = ASKED, DRAFTED, DRAFTS, CONFIRMED = range(4)
 
 
 class Rows(NamedTuple):
-    """The rows of a step, [R] each: slots, int64; tokens sampled, and draft tokens rejected, int32."""
+    """The rows of a step, [R] each: slots int64, numbers of sampled tokens and of rejected draft tokens int32."""
 
     slots: Any
     num_sampled: Any
@@ -101,11 +98,8 @@ def limit(
     of_stages: tuple[int, ...] = (),
     implementation: str | None = None,
 ) -> Wanted:
-    """How many tokens each row wants.
-
-    Args:
-        of_stages: max tokens of each of two stages.
-        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+    """Computes how many tokens each row wants; `of_stages` has the max tokens of each of two stages. `implementation`,
+    here and below: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     >>> import torch
     >>> rows = Rows(torch.tensor([1, 2]), torch.tensor([1, 0]), torch.tensor([0, 0]))
@@ -128,7 +122,7 @@ def newest(
     tables: tuple[Any, ...],
     implementation: str | None = None,
 ) -> tuple[Any, ...]:
-    """The newest tokens, int32, the texts' lengths, int64, and the slots' entries in the tables, [R] each.
+    """Returns the newest tokens, int32, the texts' lengths, int64, and the slots' entries in the tables, [R] each.
 
     >>> import torch
     >>> read = newest(torch.tensor([1, -1]), torch.tensor([3, 8]), torch.tensor([5, 6]), (torch.tensor([0.0, 0.5]),))
@@ -140,11 +134,8 @@ def newest(
 
 
 def join(first: Chain, second: Chain, continues: bool, implementation: str | None = None) -> Joined:
-    """One draft of a first stage's, [R, K], and a second's, which may have fewer columns.
-
-    Args:
-        continues: whether the second stage's drafts begin with the first one's tokens, and are taken after these; else
-            they are taken where the first stage has no draft.
+    """Makes one draft of a first stage's, [R, K], and a second's, which may have fewer columns. If `continues`, the
+    second's drafts begin with the first one's tokens and are taken after these; else where the first has no draft.
 
     >>> import torch
     >>> first, second = (torch.tensor([tokens], dtype=torch.int32) for tokens in ([7, 8, 0], [7, 5, 6]))
@@ -166,13 +157,7 @@ def tally(
     staged: Staged | None = None,
     implementation: str | None = None,
 ) -> None:
-    """Counts new drafts, and the fate of the last ones.
-
-    Args:
-        max_num_draft: K.
-        staged: None: there is no cascade.
-        implementation: see `limit`.
-    """
+    """Counts new drafts, and the fate of the last ones; without `staged` there is no cascade."""
     _module(totals.cells, implementation).tally(totals, rows, wanted, num_draft, max_num_draft, staged)
 
 

@@ -1,4 +1,4 @@
-"""The operations of this package in Triton, one launch each, with the numbers of reference.py."""
+"""The work of a step's rows in Triton, one launch each, with the numbers of reference.py."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The operations of this package in PyTorch. Nothing is read on the host."""
+"""The work of a step's rows in PyTorch; nothing is read on the host."""
 
 import torch
 

@@ -2,9 +2,9 @@
 
 Nodes are in topological order, and node 0 is the request's newest token. A node's index gives its place in the KV
 cache, its depth its position. A prefix of a tree is a tree. `walk` needs no acceptance rule: with a one-hot q the noise
-alone decides the token after a node, so it follows the child that is this token, whatever was drafted.
-Cai et al. 2024 ("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees; the coupled noise is rejection/drafts.py's.
-R: requests, S: slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
+alone decides the token after a node, so it follows the child that is this token, whatever was drafted. Cai et al. 2024
+("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees; the coupled noise is rejection/drafts.py's. R: requests, S:
+slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
 """
 
 from typing import Any, NamedTuple
@@ -15,11 +15,7 @@ MAX_WIDTH = 64  # bits of a mask
 
 
 class Cache(NamedTuple):
-    """Paged keys and values of a layer.
-
-    Args:
-        key, value: [num_blocks, block_size, num_kv_heads, head_size]
-    """
+    """Paged keys and values of a layer, [num_blocks, block_size, num_kv_heads, head_size] each."""
 
     key: Any
     value: Any
@@ -30,8 +26,7 @@ class Query(NamedTuple):
 
     Args:
         query: [num_tokens, num_heads, head_size]
-        starts: [R + 1] int32
-        seq_lens: [R] int32, these tokens included
+        starts, seq_lens: [R + 1] and [R] int32; the lengths include these tokens.
         block_table: [R, max_num_blocks] int32
         max_query_len: of all requests.
     """
@@ -44,20 +39,15 @@ class Query(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Bit i of a token says whether it sees place first + i, of MAX_WIDTH places. It sees all places before these, and
-    none after itself. All bits set: causal.
-
-    Args:
-        bits: [>= num_tokens] int64
-        first: [>= R] int32
-    """
+    """Bit i of a token's `bits`, [>= num_tokens] int64, says whether it sees place first + i, of MAX_WIDTH places;
+    `first` is [>= R] int32. It sees all places before these, and none after itself. All bits set: causal."""
 
     bits: Any
     first: Any
 
 
 def attend(out: Any, query: Query, cache: Cache, mask: Mask, scale: float, implementation: str | None = None) -> None:
-    """Writes the attention's output, [num_tokens, num_heads, head_size]."""
+    """Writes the attention's output to `out`, [num_tokens, num_heads, head_size]."""
     module_of(__name__, query.query, implementation).attend(out, query, cache, mask, scale)
 
 
@@ -67,11 +57,8 @@ def walk(
     drawn: Any,  # [R, W] int64, the target's token after each node
     implementation: str | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Follows the drawn tokens from the root, as long as a child has the drawn token.
-
-    Returns:
-        emitted tokens [R, W] int64, padded with -1, their number [R] int32, and the nodes at which they were drawn
-        [R, W] int64, padded with 0.
+    """Follows the drawn tokens from the root, as long as a child has the drawn token. Returns emitted tokens [R, W]
+    int64, padded with -1, their number [R] int32, and the nodes at which they were drawn [R, W] int64, padded with 0.
 
     >>> import torch
     >>> walk(torch.tensor([[0, 0, 0, 2]]), torch.tensor([[9, 4, 5, 6]]), torch.tensor([[5, 1, 6, 8]]))

@@ -1,5 +1,5 @@
-"""Trees in Triton. Attention has a program for each request, tile of its tokens and KV head, `walk` one a request,
-and `compact` one for each layer, request and head."""
+"""Trees in Triton. Attention has a program for each request, tile of its tokens and KV head, `walk` one a request, and
+`compact` one for each layer, request and head."""
 
 import torch
 import triton
@@ -30,7 +30,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Online softmax over the tiles of a request's keys."""
+    """Runs an online softmax over the tiles of a request's keys."""
     request, kv_head = tl.program_id(0), tl.program_id(2)
     query_ptr, starts_ptr, seq_lens_ptr, table_ptr = query
     (key_ptr, value_ptr), (bits_ptr, first_ptr) = cache, mask

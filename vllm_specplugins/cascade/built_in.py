@@ -1,8 +1,4 @@
-"""A drafter built into vLLM (EAGLE, a draft model, ...), as a stage of a cascade.
-
-The engine runs it in every step before the cascade is asked, since its KV cache has to hold all tokens. Its drafts
-arrive with the batch, and with them the acceptance probabilities where it reports these.
-"""
+"""A drafter built into vLLM (EAGLE, a draft model, ...), as a stage of a cascade."""
 
 import numpy as np
 
@@ -13,7 +9,9 @@ from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, co
 
 
 class BuiltIn(Proposer):
-    """Hands on the drafts of the engine's drafter."""
+    """Hands on the drafts of the engine's drafter. The engine runs it in every step before the cascade is asked, since
+    its KV cache has to hold all tokens. Its drafts arrive with the batch, with acceptance probabilities if it reports
+    these."""
 
     is_needed = True  # whether this step may use its drafts
 
@@ -37,7 +35,7 @@ class BuiltIn(Proposer):
         return 0.0 if self.is_needed else self.saved_ms
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """As Stage.draft; it continues a prefix only if its draft begins with it."""
+        """Drafts as Stage.draft does; it continues a prefix only if its draft begins with it."""
         offer = batch.offer
         assert offer is not None
         num_reqs, num_offered = offer.token_ids.shape  # fewer than K in a step for which the engine wants fewer

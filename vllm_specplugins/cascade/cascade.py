@@ -1,11 +1,4 @@
-"""Cascade: several proposers that serve together, as one proposer on the host.
-
-Under the policy `auto` the stages draft in turn. For each request and step the gate chooses how many tokens of the
-drafts so far to keep, and how many of the next stage to draft after them or in their place: those with the largest sum
-of acceptance probabilities, less their price (Gate.split_draft). A lookup that stands first also extends the tokens of
-a model, which costs nothing: its match is longer by these tokens. Without a gate the first stage with a draft drafts.
-Under the policy `verify` each stage checks the tokens of the one before it (verify.py).
-"""
+"""The proposer that drafts with several proposers on the host."""
 
 import time
 from collections.abc import Sequence
@@ -24,10 +17,13 @@ from vllm_specplugins.structures.drafts import DraftArrays, join, nothing
 
 
 class Cascade:
-    """See the module.
+    """Several proposers that serve together as one.
 
-    Args:
-        proposers: of the stages, in their order.
+    Under the policy `auto` the stages draft in turn. For each request and step the gate chooses how many tokens of the
+    drafts so far to keep, and how many of the next stage to draft after them or in their place: those with the largest
+    sum of acceptance probabilities, less their price (Gate.split_draft). A lookup that stands first also extends the
+    tokens of a model, which costs nothing: its match is longer by these tokens. Without a gate the first stage with a
+    draft drafts. Under the policy `verify` each stage checks the tokens of the one before it (verify.py).
     """
 
     def __init__(self, config: SpecConfig, context: ProposerContext, proposers: Sequence[Any]):
@@ -53,7 +49,7 @@ class Cascade:
         self._model_times: dict[int, tuple[float, int]] = {}  # in the last step: ms and tokens by stage
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The stages' drafts, combined by the policy, as long as the gate expects them to pay."""
+        """Combines the stages' drafts by the policy, as long as the gate expects them to pay."""
         start = time.perf_counter()
         if not self._stages[0].has_drafted(batch):
             self._begin_step()
@@ -72,7 +68,6 @@ class Cascade:
         return nothing(batch.num_reqs, self._context.max_num_draft)
 
     def _first_draft(self, batch: DraftBatch) -> DraftArrays:
-        """Without a gate: each source drafts for the requests without a draft."""
         drafts = self._nothing(batch)
         for source in self._sources:
             limits = source.limits(batch, _max_draft(batch) * (drafts.num_draft == 0))
@@ -93,7 +88,7 @@ class Cascade:
         return drafts
 
     def _profitable(self, source: Source, batch: DraftBatch, drafts: DraftArrays, gate: Gate) -> DraftArrays:
-        """As much of the drafts as pays, where no other source drafts."""
+        """Cuts the drafts to as much as pays, where no other source drafts."""
         rows, none = self._rows.of(batch.request_ids), self._nothing(batch)
         alone = source.index, none.confidence, none.num_draft
         keep, _ = gate.split_draft(rows, drafts, *alone, _max_draft(batch), False)
@@ -101,7 +96,7 @@ class Cascade:
         return drafts.cut(keep)
 
     def _continued(self, source: Source, batch: DraftBatch, drafts: DraftArrays | None, gate: Gate) -> DraftArrays:
-        """The drafts so far, and after them or in their place those of one more source."""
+        """Returns the drafts so far, and after them or in their place those of one more source."""
         rows, max_draft, none = self._rows.of(batch.request_ids), _max_draft(batch), self._nothing(batch)
         is_model, limits, ready = source.method.runs_target, source.limits(batch, max_draft), none
         if not is_model:  # it drafts before the gate chooses, which goes by its confidence
@@ -130,7 +125,7 @@ class Cascade:
         return drafts
 
     def _extended(self, batch: DraftBatch, drafts: DraftArrays, room: Ints, gate: Gate) -> DraftArrays:
-        """The drafts, and after them as many tokens of a lookup that stands first as pay."""
+        """Returns the drafts, and after them as many tokens of a lookup that stands first as pay."""
         lookup = self._stages[0]
         if not lookup.method.is_lookup:
             return drafts
@@ -150,12 +145,12 @@ class Cascade:
                 guard.begin_step()
 
     def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """Whether this step needs a draft of the stage built into the engine; asked before that stage runs.
+        """Returns whether this step needs a draft of the stage built into the engine; asked before that stage runs.
 
         It does not while all requests copy: each had a draft at least twice as long as that stage's K, which ended with
         another stage's token and was fully accepted. Nor does it where a lookup stands first, and that stage is
-        expected to gain less beside the lookup's drafts than its run costs (Gate.spares). The stage then only takes in
-        the tokens of the step.
+        expected to gain less beside the lookup's drafts than its run costs (Gate.spares). The stage then only takes the
+        step's tokens in.
         """
         stage = self._built_in
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
@@ -166,7 +161,7 @@ class Cascade:
         return bool(stage.proposer.is_needed)
 
     def _spares(self, gate: Gate, built_in: Stage, batch: DraftBatch, rows: Ints) -> bool:
-        """Whether the lookup's drafts, which are then this step's, do without those of the built-in stage."""
+        """Returns whether the lookup's drafts, which are then this step's, do without those of the built-in stage."""
         lookup, max_draft = self._stages[0], _max_draft(batch)
         if len(self._stages) != 2 or not lookup.method.is_lookup:
             return False
@@ -207,7 +202,6 @@ class Cascade:
         gate.add_step(num_reqs, step_ms, drafting_ms, num_draft + num_forced, num_reqs + num_accepted + num_right)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops the state of these requests."""
         self._tracker.clear(self._rows.forget(request_ids))
         for guard in self._guards:
             guard.forget(request_ids)
@@ -218,12 +212,12 @@ class Cascade:
             guard.settle()
 
     def stage_counters(self) -> dict[str, StageCounters]:
-        """Running totals of each stage, by "index method"."""
+        """Returns running totals of each stage, by "index method"."""
         self._tracker.move_to([stage.counters for stage in self._stages])
         return {stage.title: stage.counters for stage in self._stages}
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
-        """The stages' proposers, by the names of their counters."""
+        """Returns the stages' proposers, by the names of their counters."""
         return [(stage.title, stage.proposer) for stage in self._stages]
 
 

@@ -1,9 +1,6 @@
-"""A lookup and a model, or a drafter of vLLM's, that draft together on the device, in tensors.
-
-Each source is given the drafts of the one before it, and returns these and its tokens as one draft. Nothing here waits
-or goes by the values of a tensor, so that a CUDA graph may record it: how many steps a model drafts is chosen on the
-host. R: requests, K: max tokens of a draft.
-"""
+"""A lookup and a model, or a drafter of vLLM's, that draft together on the device, in tensors. Nothing here waits or
+goes by the values of a tensor, so that a CUDA graph may record it: how many steps a model drafts is chosen on the host.
+R: requests, K: max tokens of a draft."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -29,7 +26,6 @@ class DeviceBatch(NamedTuple):
     Args:
         slots: [R] int64, of their requests.
         num_steps: the tokens that a model drafts for each.
-        target: for a model.
         longest: max tokens of a text; None: a graph is recorded, which has to do for any.
         rates: whether the confidence of tokens is needed.
         on_logits: gets the logits of a model's steps.
@@ -46,10 +42,9 @@ class DeviceBatch(NamedTuple):
 
 
 class DeviceSource(Protocol):
-    """Drafts for all rows of a batch at once."""
-
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """At most max_tokens [R] int32 tokens for each row, joined with a prefix, the draft of the source before."""
+        """Drafts at most max_tokens [R] int32 tokens a row, after a prefix, the draft of the source before; returns
+        both."""
 
 
 class DeviceCascade:
@@ -71,9 +66,8 @@ class DeviceCascade:
 
 
 class DeviceModel:
-    """A model proposer, alone or after a lookup.
-
-    One that can be fed tokens goes on after the lookup's tokens; any other drafts where there are none.
+    """A model proposer, alone or after a lookup. One that can be fed tokens goes on after the lookup's tokens; any
+    other drafts where there are none.
 
     Args:
         tracker: it rates drafts by their `worth`, where that is asked for.
@@ -103,7 +97,7 @@ class DeviceModel:
         return DraftArrays(token_ids, num_draft, stage, confidence, None, steps.logits, (looked_up, num_second))
 
     def alone(self, batch: DeviceBatch, max_tokens: torch.Tensor) -> DraftArrays:
-        """The model's tokens alone, at most num_steps."""
+        """Drafts the model's tokens alone, at most num_steps."""
         token_ids = max_tokens.new_zeros((len(max_tokens), self.proposer.max_num_draft), dtype=torch.int32)
         drafts = of_stage(0, token_ids, max_tokens, max_tokens * 0.0 + 1)
         if batch.num_steps == 0:
@@ -113,7 +107,7 @@ class DeviceModel:
         return drafts._replace(logits=steps.logits)
 
     def steps(self, batch: DeviceBatch, prefix: DraftArrays | None = None) -> Steps:
-        """What the model says token by token after each row's newest token, or after the tokens of a prefix."""
+        """Runs the model token by token after each row's newest token, or after the tokens of a prefix."""
         assert batch.target is not None
         followed = None if prefix is None else (prefix.token_ids, prefix.num_draft)
         return self.proposer.draft_steps(batch.target, batch.num_steps, batch.on_logits, batch.rates, followed)

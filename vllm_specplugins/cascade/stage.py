@@ -29,17 +29,15 @@ class Source(Protocol):
     counters: StageCounters
 
     def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        """[num_reqs], the tokens of these that it may draft, by its K and the requests' options."""
+        """Returns how many of these tokens, [num_reqs], it may draft, by its K and the requests' options."""
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """At most max_tokens [num_reqs] tokens for each request, after its history and the prefix of its draft."""
+        """Drafts at most max_tokens [num_reqs] tokens for each request, after its history and its draft's prefix."""
 
 
 class Stage:
-    """A stage of a cascade: a proposer, its guard and its counters.
-
-    Only a lookup and a model continue the drafts of other stages. Where every rank of a tensor-parallel group drafts,
-    a proposer on the host is asked on rank 0 alone, since faults and times differ between ranks.
+    """Only a lookup and a model continue the drafts of other stages. Where every rank of a tensor-parallel group
+    drafts, a proposer on the host is asked on rank 0 alone, since faults and times differ between ranks.
 
     Args:
         name: its name in the options of requests.
@@ -61,7 +59,7 @@ class Stage:
     @cached_property
     def guard(self) -> Guard | None:
         """The guard of a proposer on the host, or of a drafter of vLLM's, which every rank runs in the engine's thread.
-        What runs the target has none: it fails with the cascade."""
+        A proposer that runs the target has none: it fails with the cascade."""
         if self.method.runs_target:
             return None
         index, _, method = self.title.partition(" ")
@@ -108,7 +106,7 @@ class Stage:
         return drafts
 
     def has_drafted(self, batch: DraftBatch) -> bool:
-        """Whether it has drafted ahead for this step."""
+        """Returns whether it has drafted ahead for this step."""
         return self._ahead is not None and self._ahead[0] == _step_of(batch)
 
     def _guarded(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
@@ -130,7 +128,7 @@ class Stage:
         return nothing(len(max_tokens), self._context.max_num_draft) if drafts is None else drafts
 
     def _begun(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts of a proposer that only begins them, for the requests that want some."""
+        """Drafts with a proposer that only begins drafts, for the requests that want some."""
         rows = np.flatnonzero(max_tokens if prefix is None else max_tokens * (prefix.num_draft == 0))
         num_reqs, max_num_draft = len(max_tokens), self._context.max_num_draft
         if not len(rows):
@@ -142,5 +140,5 @@ class Stage:
 
 
 def _step_of(batch: DraftBatch) -> tuple[tuple[str, ...], list[int]]:
-    """What tells a step from another: its requests and the lengths of their histories."""
+    """Identifies a step by its requests and the lengths of their histories."""
     return tuple(batch.request_ids), list(map(len, batch.token_ids))

@@ -36,12 +36,7 @@ from vllm_specplugins.target import Target
 
 
 class Checked:
-    """A source whose drafts a model stage has checked and extended.
-
-    Args:
-        cheap: the source of the drafts that the stage checks.
-        stage: an early exit.
-    """
+    """A source that has its drafts checked and extended by a model stage, an early exit; `cheap` begins the drafts."""
 
     def __init__(self, cheap: Source, stage: Stage):
         self._cheap, self._stage = cheap, stage
@@ -49,11 +44,11 @@ class Checked:
         self.method, self.proposer = stage.method, stage.proposer
 
     def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        """Whichever stage a request allows drafts for it."""
+        """Returns max_tokens: whichever stage a request allows drafts for it."""
         return max_tokens
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """As Stage.draft; for requests that do not allow the model stage the cheap draft, unchecked."""
+        """Drafts as Stage.draft does; for requests that do not allow the model stage the cheap draft, unchecked."""
         drafts = self._checked(batch, prefix, self._stage.limits(batch, max_tokens))
         allowed = allows(batch.options, self._stage.name)
         if allowed is None:
@@ -83,13 +78,8 @@ class Checked:
 
 
 class _Check:
-    """The drafts of a batch while a model stage checks them pass by pass.
-
-    Args:
-        model: the early exit.
-        prefix: drafts that it continues; None: there are none.
-        max_tokens: [num_reqs] int64, the tokens after the prefix.
-    """
+    """The drafts of a batch while a model stage, an early exit, checks them pass by pass. It continues `prefix`, if
+    any, by at most max_tokens [num_reqs] int64."""
 
     def __init__(self, model: Any, target: Target, prefix: DraftArrays | None, max_tokens: Ints):
         self._model, self._target, num_reqs = model, target, len(max_tokens)
@@ -104,10 +94,8 @@ class _Check:
         self._is_first = True
 
     def run(self, guess: DraftArrays) -> tuple[int, int]:
-        """One pass: each draft is extended by the guess as far as the model agrees, and by the model's next choice.
-
-        Returns the number of right tokens of the guesses, and of new tokens.
-        """
+        """Runs one pass: each draft is extended by the guess as far as the model agrees, and by the model's next
+        choice. Returns the number of right tokens of the guesses, and of new tokens."""
         known, token_ids, old_q = self.drafts.num_draft, self.drafts.token_ids, self.drafts.q
         assert old_q is not None
         is_asked, places = known < self.ends, columns(token_ids)
@@ -136,12 +124,12 @@ class _Check:
 
 
 def _array(tensor: torch.Tensor, dtype: Any) -> Any:
-    """The contiguous array of a tensor, which is waited for."""
+    """Waits for the tensor; returns its contiguous array."""
     return np.ascontiguousarray(tensor.cpu().numpy(), dtype)
 
 
 def checked(stages: Sequence[Stage]) -> Source:
-    """The source of the last stage, which checks the drafts of those before it."""
+    """Returns the source of the last stage, which checks the drafts of those before it."""
     *cheaper, stage = stages
     return Checked(checked(cheaper), stage) if cheaper else stage
 

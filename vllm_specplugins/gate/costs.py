@@ -81,7 +81,7 @@ class StepCosts:
         self.covariation = memory * self.covariation + (1 - share) * off_draft * drafts_ms
 
     def of_size(self, num_reqs: int | None) -> "StepCosts":
-        """A copy to begin with for another number of requests, at the same price of a token; None: for the same."""
+        """Returns a copy to begin with for another number of requests, at the same token price; None: for the same."""
         if num_reqs is None:
             return replace(self, buckets=dict(self.buckets))
         ratio = num_reqs / self.num_reqs
@@ -103,8 +103,8 @@ class StepCosts:
         return max(0.0, (self.covariation + weight * first) / (self.variation + weight))
 
     def tokens_ms(self, max_num_draft: int) -> Floats:
-        """[K], the time that each further token adds to a step of one request: the line's, corrected by the buckets;
-        never less than that of the token before."""
+        """Returns [K], the time that each further token adds to a step of one request: the line's, corrected by the
+        buckets; never less than that of the token before."""
         if not self.buckets:  # known from other numbers of requests alone
             return np.full(max_num_draft, self.slope_ms)
         lengths = np.arange(max_num_draft + 1)
@@ -121,7 +121,7 @@ class StepCosts:
         return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
 
     def max_length(self, is_free: bool) -> int:
-        """The longest draft to try yet, where drafting is free or not."""
+        """Returns the longest draft to try yet, where drafting is free or not."""
         free = FREE_LONGER if self.num_reqs == 1 else SHARED_FREE_LONGER
         return int(max(self.weight, (free if is_free else LONGER) ** self.weight))
 
@@ -134,7 +134,7 @@ class StepCosts:
         return self.mean_emitted / self.step_ms
 
     def break_even_rate(self, num_reqs: int) -> float:
-        """The tokens that a draft must gain per ms of its cost."""
+        """Returns the tokens that a draft must gain per ms of its cost."""
         plain_rate = num_reqs / self.plain_ms
         return max(MARGIN * self.tokens_per_ms, (MARGIN if num_reqs == 1 else SHARED_MARGIN) * plain_rate)
 
@@ -146,7 +146,7 @@ class LoadCosts:
         self.by_load: dict[tuple[int, int], StepCosts] = {}
 
     def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
-        """A new load begins with the costs of the nearest size, and then of the nearest context; None: all are new."""
+        """Returns a load's costs; a new load begins with those of the nearest size, then context. None: all are new."""
         size, context = load = _load(num_reqs, num_context)
         if load not in self.by_load:
             if not self.by_load:
@@ -156,7 +156,6 @@ class LoadCosts:
         return self.by_load[load]
 
     def add(self, num_reqs: int, num_context: int, *step: Any) -> None:
-        """See StepCosts.add."""
         costs = self.of(num_reqs, num_context)
         if costs is None:
             costs = self.by_load[_load(num_reqs, num_context)] = StepCosts(num_reqs)

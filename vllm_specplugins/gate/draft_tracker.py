@@ -1,8 +1,5 @@
-"""Follows drafts on the host until they are verified, counts them, and learns acceptance probabilities from them.
-
-On the device engine/v2/feedback does the same. R: requests of a step, S: rows of requests (SlotTable), K: max draft
-tokens, M: stages.
-"""
+"""Follows drafts on the host until they are verified, counts them, and learns acceptance probabilities from them, as
+engine/v2/feedback does on the device. R: requests of a step, S: rows of requests (SlotTable), M: stages."""
 
 from collections.abc import Sequence
 
@@ -18,12 +15,8 @@ from vllm_specplugins.structures.drafts import DraftArrays, dense_logits
 
 
 class DraftTracker:
-    """The tables grow with the number of requests.
-
-    Attributes:
-        state: of the acceptance model.
-        whole: [S, M], the length of each stage's part of the newest draft if all of it was accepted, else 0.
-    """
+    """The tables grow with the number of requests. `state` is of the acceptance model. `whole` [S, M] has the length of
+    each stage's part of the newest draft if all of it was accepted, else 0."""
 
     def __init__(self, num_stages: int, max_num_draft: int):
         state = new_state(num_stages, 1, max_num_draft, "cpu", HOST_PRIOR_WEIGHT)
@@ -33,7 +26,6 @@ class DraftTracker:
         self._lengths = np.zeros((num_stages, max_num_draft + 1), np.int64)
 
     def make_room(self, num_rows: int) -> None:
-        """Makes the tables long enough for this number of rows."""
         if num_rows > len(self.whole):
             tried, accepted, shared_tried, shared_accepted, *sent = self.state
             tried, accepted, *sent = (with_room(array, num_rows) for array in (tried, accepted, *sent))
@@ -41,33 +33,33 @@ class DraftTracker:
             self.whole = with_room(self.whole, num_rows)
 
     def keep(self, rows: Ints, drafts: DraftArrays) -> Draft:
-        """Keeps and counts the newest drafts of requests with these rows; returns them for the runner."""
+        """Stores and counts the newest drafts of requests with these rows; returns them for the runner."""
         host.keep(self.state, rows, rated(drafts), self._by_place, self._by_stage)
         max_length = int(drafts.num_draft.max(initial=0))
         num_draft = drafts.num_draft.astype(np.int32)
         return Draft(drafts.token_ids[:, :max_length], num_draft, logits=dense_logits(drafts, max_length))
 
     def observe(self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array) -> None:
-        """Counts the outcome of the newest drafts, [R] tokens each, and learns from it; then forgets the drafts."""
+        """Counts the outcome of the newest drafts, [R] tokens each, learns from it, and forgets the drafts."""
         outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64)
         host.observe(self.state, rows, *outcome, self.whole, self._by_place)
 
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
-        """Whether each request had `min_length` or more draft tokens, all accepted, the last from another stage."""
+        """Returns whether each request had `min_length` or more draft tokens, all accepted, the last of another
+        stage."""
         num_draft = self.state.num_sent[rows]
         last = self.state.sent_stage[rows, np.maximum(num_draft, 1) - 1]
         return bool(((num_draft >= min_length) & (num_draft == num_accepted) & (last != stage)).all())
 
     def has_tried(self, stage: int) -> bool:
-        """Whether as many first tokens of a stage were tried as its first prior weighs."""
+        """Returns whether as many first tokens of a stage were tried as its first prior weighs."""
         return bool(self.state.shared_tried[stage, 0] >= 2 * HOST_PRIOR_WEIGHT)
 
     def num_sent(self, stage: int) -> int:
-        """Tokens of a stage that went to the target since the counts were moved."""
+        """Returns the tokens of a stage that went to the target since the counts were moved."""
         return int(self._by_place[stage, KEPT].sum())
 
     def clear(self, rows: Ints) -> None:
-        """Forgets the requests with these rows."""
         for array in (self.state.num_sent, self.state.tried, self.state.accepted, self.whole):
             array[rows] = 0
 
@@ -86,5 +78,5 @@ class DraftTracker:
 
 
 def rated(drafts: DraftArrays) -> Drafts:
-    """The part of drafts that their acceptance probabilities depend on."""
+    """Returns the part of drafts that their acceptance probabilities depend on."""
     return Drafts(drafts.num_draft, np.ascontiguousarray(drafts.stage), np.ascontiguousarray(drafts.confidence))

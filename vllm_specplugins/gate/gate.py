@@ -1,4 +1,4 @@
-"""The gate: how many tokens to draft for each request, and by which stage, so that speculation does not lose.
+"""How many tokens to draft for each request, and by which stage, so that speculation does not lose.
 
 A draft token gains its probability of being accepted, and costs time in which the engine could emit other tokens. So
 the gate drafts the k-th token while
@@ -8,8 +8,8 @@ the gate drafts the k-th token while
 where p_i is the probability that token i is accepted if those before it are (kernels/acceptance), and rate the tokens
 that the engine emits in a ms now, or more among several requests (Dinkelbach's method for a ratio, one iteration a
 step). The times are by batch size and context (costs.py). A new batch size starts without drafts, then gets short ones.
-Of two stages the one with the larger gain drafts. Now and then the gate tries what it does not expect to pay. The
-caller measures all times. R: requests of a step, K: max draft tokens.
+Of two stages the one with the larger gain drafts. Now and then the gate tries a draft that it does not expect to pay.
+The caller measures all times. R: requests of a step, K: max draft tokens.
 """
 
 from collections import Counter, defaultdict
@@ -50,8 +50,6 @@ class StageRecord:
 
 
 class Gate:
-    """Chooses draft lengths, and between stages."""
-
     def __init__(self, tracker: DraftTracker, max_num_draft: int):
         self._tracker = tracker
         self._max_num_draft = max_num_draft
@@ -62,7 +60,6 @@ class Gate:
         self._quiet = Counter[tuple[int, int]]()  # steps since the last trial, by stage and kind
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
-        """Learns from a step that only decoded. See StepCosts.add."""
         size = num_reqs.bit_length()
         if size not in self._sizes:  # the first step of a size warms up caches and compilers
             self._sizes.add(size)
@@ -94,13 +91,11 @@ class Gate:
         max_draft: IntArray,
         continues: bool,
     ) -> tuple[IntArray, IntArray]:
-        """The number of tokens of each draft to keep, and of tokens to draft after them by another stage; [R] each.
-
-        All combinations compete: none, a part or all of the paying prefix of a draft, and paying tokens of the stage,
-        which drafts to the same depth for all requests.
+        """Returns, [R] each, the number of tokens of each draft to keep, and of tokens to draft after them by another
+        stage. All combinations compete: none, a part or all of the paying prefix of a draft, and paying tokens of the
+        stage, which drafts to the same depth for all requests.
 
         Args:
-            rows: [R], of the requests.
             confidence: [R, K], of the stage's tokens: probabilities, or from 1 on the lengths of matches.
             max_more, max_draft: [R], limits of the stage's tokens, and of all.
             continues: whether the stage can continue a draft; else it only begins drafts.
@@ -115,7 +110,7 @@ class Gate:
         return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, TRIALS))
 
     def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
-        """[R], the number of tokens of each draft that pay."""
+        """Returns [R], the number of tokens of each draft that pay."""
         costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
         return none if costs is None else self._best_split(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
 
@@ -138,14 +133,11 @@ class Gate:
         return keep, more
 
     def spares(self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, saved_ms: float) -> bool:
-        """Whether a step does without a stage that runs for all requests at once, before its draft is known.
+        """Returns whether a step does without a stage that runs for all requests at once, before its draft is known.
 
         Beside the given drafts, RUN_MARGIN times its expected gain must then be less than the engine emits in the time
-        of a run. The stage runs while few of its tokens were tried, and at times, as EXPLORE_SHARE allows.
-
-        Args:
-            max_more: [R], limits of the stage's tokens.
-            saved_ms: time of a run.
+        of a run, `saved_ms`. The stage runs while few of its tokens were tried, and at times, as EXPLORE_SHARE allows.
+        `max_more` [R] limits the stage's tokens.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
@@ -159,13 +151,13 @@ class Gate:
         return is_spared
 
     def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
-        """The break-even rate, and at that rate the price in tokens of verifying each further draft token, [K]."""
+        """Returns the break-even rate, and at it the price in tokens of verifying each further draft token, [K]."""
         K, rate = self._max_num_draft, costs.break_even_rate(num_reqs)
         return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
 
     def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
-        """Whether to ask a stage on the host, which takes this long. After EMPTY_ANSWERS in a row the gate asks as
-        often as EXPLORE_SHARE allows."""
+        """Returns whether to ask a stage on the host, which takes this long. After EMPTY_ANSWERS in a row the gate asks
+        as often as EXPLORE_SHARE allows."""
         record, costs = self._stages[stage], self._costs.of(num_reqs, self.num_context)
         num_sent = self._tracker.num_sent(stage)
         num_empty = record.num_empty * (num_sent == record.num_sent)
@@ -177,7 +169,7 @@ class Gate:
         return True
 
     def _explored(self, lengths: IntArray, limits: IntArray, costs: StepCosts, trial: tuple[int, int]) -> IntArray:
-        """The lengths; in a trial one token for requests that may have tokens and would get none."""
+        """Returns the lengths; in a trial one token for requests that may have tokens and would get none."""
         num_without = int(np.count_nonzero(limits[lengths == 0] > 0))
         if not num_without:
             return lengths
@@ -192,7 +184,7 @@ class Gate:
 
 
 def _steps_between(trial_ms: float, costs: StepCosts) -> float:
-    """Steps between trials that together take EXPLORE_SHARE of the time."""
+    """Returns the steps between trials that together take EXPLORE_SHARE of the time."""
     return trial_ms / costs.step_ms / EXPLORE_SHARE
 
 
@@ -213,8 +205,8 @@ def _gains(
     alone: Any,  # [K + 1], written
     after: Any,  # [K + 1], written
 ) -> int:
-    """The number of tokens of a request's draft that pay. `alone` gets the gain of each number of the stage's tokens,
-    `after` their gain together with the draft before them."""
+    """Returns the number of tokens of a request's draft that pay. `alone` gets the gain of each number of the stage's
+    tokens, `after` their gain together with the draft before them."""
     survival, gain, length = 1.0, 0.0, 0
     while length < drafts.num_draft[index]:
         prob = accept_prob(state, row, drafts.stage[index, length], drafts.confidence[index, length])
@@ -237,7 +229,7 @@ def _gains(
 
 @compiled(types.float64(Ints, DraftsType, types.int64, Ints, _Prices, StateType))
 def _gain(rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, state: Any) -> float:
-    """Tokens that a stage is expected to gain more than the drafts, for all requests; it has not drafted yet."""
+    """Returns the tokens that a stage is expected to gain beyond the drafts, for all requests, before it drafts."""
     alone, after = np.empty((2, len(prices) + 1))
     confidence, gain = FIRST_CONFIDENCE + np.arange(len(prices)), 0.0
     for index in range(len(rows)):
@@ -265,7 +257,6 @@ def _split(
     state: Any,
     whole: Any,
 ) -> Any:
-    """See Gate.split_draft."""
     num_reqs, K = len(rows), len(prices)
     keep, more, lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs, np.int64), np.empty(num_reqs, np.int64)
     alone, after, gains = np.empty((num_reqs, K + 1)), np.empty((num_reqs, K + 1)), np.zeros(K + 1)

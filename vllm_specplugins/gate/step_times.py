@@ -38,7 +38,7 @@ NUM_SIZES = 34  # places of size_of
 
 
 def lengths_up_to(max_num_draft: int, longest_chain: int = 0) -> tuple[int, ...]:
-    """The lengths to choose from; with `longest_chain` those of chains, and then a whole tree.
+    """Returns the lengths to choose from; with `longest_chain` those of chains, and then a whole tree.
 
     >>> lengths_up_to(31), lengths_up_to(5), lengths_up_to(1), lengths_up_to(15, 6)
     ((0, 1, 2, 4, 8, 16, 31), (0, 1, 2, 4, 5), (0, 1), (0, 1, 2, 4, 6, 15))
@@ -51,7 +51,7 @@ def lengths_up_to(max_num_draft: int, longest_chain: int = 0) -> tuple[int, ...]
 
 @inlined
 def size_of(num_reqs: int) -> tuple[int, int]:
-    """The power of two, or three quarters of one, from this number of requests on; and its place among such numbers.
+    """Returns the power of two, or three quarters of one, from this number of requests on; and its place among these.
 
     >>> [size_of(count)[0] for count in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17)]
     [1, 2, 3, 4, 6, 6, 8, 16, 16, 24]
@@ -65,11 +65,10 @@ def size_of(num_reqs: int) -> tuple[int, int]:
 
 
 class StepTimes:
-    """See the module.
+    """The records, and the choice of each step.
 
     Args:
-        max_num_draft: K.
-        longest_chain: 0; or the length up to which a draft is a chain, where K tokens are a tree.
+        longest_chain: 0; or the length up to which a draft is a chain, where max_num_draft tokens are a tree.
         cliff: tokens of the largest step with a CUDA graph.
         trims: whether only the tokens of a draft that pay are verified; an unknown longer draft then takes no longer.
     """
@@ -87,7 +86,6 @@ class StepTimes:
         self._saved_ms, self._num_steps, self._num_trials = 0.0, 0, 0  # for trials; since the last trial; in all
 
     def expect(self, trims: bool) -> None:
-        """See the class."""
         self._shape[:2] = (inf, inf) if trims else (ROOM, self._cliff)
 
     def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int], share: float = 1.0) -> None:
@@ -103,7 +101,7 @@ class StepTimes:
         self._follow = _add(num_reqs, at, ms, share, np.array(emitted, np.int64), *self._arrays)
 
     def choose(self, num_reqs: int) -> int:
-        """The number of tokens to draft for each request: the best one, or in a trial another one."""
+        """Returns the number of tokens to draft for each request: the best one, or in a trial another one."""
         choice: tuple[int, float, int, float] = _choose(num_reqs, self._num_trials, *self._follow, *self._arrays)
         best, best_ms, other, lost_ms = choice
         self._saved_ms = min(self._saved_ms + TRIAL_SHARE * best_ms, MAX_SAVED * best_ms)
@@ -121,19 +119,19 @@ _table_types = *_times_types, types.float64[:, ::1], _shape_type  # with the out
 
 @inlined
 def _relative_ms(num_tokens: float, shape: Any) -> float:
-    """The time of a step but for a factor, before any is known."""
+    """Returns the time of a step but for a factor, before any is known."""
     return float(1 + num_tokens / shape[0]) * (CLIFF_COST if num_tokens > shape[1] else 1.0)
 
 
 @inlined
 def _cell_ms(cell: Any) -> float:
-    """By steps that only decoded, else by mixed ones; 0: unknown."""
+    """Returns the time of steps that only decoded, else of mixed ones; 0: unknown."""
     return float(cell[0] if cell[1] >= UNSURE else cell[3])
 
 
 @inlined
 def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> float:
-    """By the known step with the nearest number of tokens, of the same size if there is one."""
+    """Guesses by the known step with the nearest number of tokens, of the same size if there is one."""
     tokens, (_, size_place) = num_reqs * (1 + lengths[at]), size_of(num_reqs)
     guess, nearest, has_same = _relative_ms(tokens, shape), inf, False
     for place, is_above, other in np.ndindex(times.shape[:3]):
@@ -153,7 +151,7 @@ def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> floa
 
 @compiled(types.float64[::1](types.float64[::1], types.float64[::1]))
 def never_less(values: Any, weights: Any) -> Any:
-    """The nearest values that never fall (isotonic regression): neighbours that fall get their mean.
+    """Returns the nearest values that never fall (isotonic regression): neighbours that fall get their mean.
 
     >>> never_less(np.array([1.0, 3.0, 2.0, 4.0]), np.ones(4)).tolist()
     [1.0, 2.5, 2.5, 4.0]
@@ -174,7 +172,6 @@ def never_less(values: Any, weights: Any) -> Any:
 
 @compiled(types.float64[::1](types.int64, *_times_types, _shape_type))
 def _expected_ms(num_reqs: int, lengths: Any, times: Any, shape: Any) -> Any:
-    """[L], the time of a step."""
     expected, weights, place = np.empty(len(lengths)), np.ones(len(lengths)), size_of(num_reqs)[1]
     for at, length in enumerate(lengths):
         cell = times[place, int(num_reqs * (1 + length) > shape[1]), at]
@@ -188,7 +185,7 @@ def _expected_ms(num_reqs: int, lengths: Any, times: Any, shape: Any) -> Any:
 
 @inlined
 def _run(accept_prob: float, length: int) -> float:
-    """The expected number of accepted tokens of a draft with this acceptance probability at each place."""
+    """Returns the expected number of accepted tokens of a draft with this acceptance probability at each place."""
     return accept_prob * (1 - accept_prob**length) / (1 - accept_prob)
 
 
@@ -220,7 +217,7 @@ def _survive(tokens: Any, survival: Any, lengths: Any, outcomes: Any, has_tree: 
 def _choose(
     num_reqs: int, num_trials: int, up_to: int, follow: float, lengths: Any, times: Any, outcomes: Any, shape: Any
 ) -> tuple[int, float, int, float]:
-    """The best length, by index, and its ms; one to try, and the ms that the trial loses."""
+    """Returns the best length, by index, and its ms; one to try, and the ms that the trial loses."""
     ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times, shape), np.empty((2, len(lengths)))
     has_tree = shape[2] > 0
     _survive(tokens, survival, lengths, outcomes, has_tree)
@@ -236,7 +233,7 @@ def _choose(
 
 @inlined
 def _add_time(cell: Any, ms: float) -> None:
-    """Times err upwards: of the first few the least counts."""
+    """Adds a time. Times err upwards, so of the first few the least counts."""
     if cell[1] < UNSURE:
         cell[0] = min(cell[0], ms) if cell[1] else ms
         cell[1] += 1

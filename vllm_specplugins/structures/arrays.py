@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
-    """The array, or a longer one with zeros after it where it has fewer rows than that."""
+    """Returns the array, or a longer one with zeros after it where it has fewer rows than that."""
     if num_rows <= len(array):
         return array
     return np.concatenate((array, np.zeros((max(num_rows - len(array), len(array)), *array.shape[1:]), array.dtype)))
@@ -31,7 +31,7 @@ class SlotTable:
         self.num_rows = 1
 
     def of(self, request_ids: Sequence[str]) -> Ints:
-        """[R], rows of these requests; new ones get one."""
+        """Returns the rows of these requests, [R]; new ones get one."""
         if request_ids == self._newest[0]:
             return self._newest[1]
         for request_id in request_ids:
@@ -44,13 +44,13 @@ class SlotTable:
         return self._newest[1]
 
     def known(self, request_ids: Sequence[str]) -> Ints:
-        """[R], rows of these requests, 0 for those that have none."""
+        """Returns the rows of these requests, [R], 0 for those that have none."""
         if request_ids == self._newest[0]:
             return self._newest[1]
         return np.array([self._rows.get(request_id, 0) for request_id in request_ids], np.int64)
 
     def forget(self, request_ids: Sequence[str]) -> Ints:
-        """The rows of these requests, which others may get now."""
+        """Returns the rows of these requests, which others may get now."""
         self._newest = None, self._newest[1]
         rows = [self._rows.pop(request_id) for request_id in request_ids if request_id in self._rows]
         self._free.extend(rows)
@@ -58,7 +58,7 @@ class SlotTable:
 
 
 def view(array: Int32Array) -> Int32Array:
-    """The same memory, read-only for good: setting `flags.writeable` raises ValueError.
+    """Returns the same memory, read-only for good: setting `flags.writeable` raises ValueError.
 
     >>> view(np.arange(3)).flags.writeable = True
     Traceback (most recent call last):
@@ -68,17 +68,14 @@ def view(array: Int32Array) -> Int32Array:
 
 
 class Views(tuple[Int32Array, ...]):
-    """Arrays that `view` made, or slices of them: a batch of these is handed to proposers as it is.
-
-    `places`: their addresses and lengths, [num_reqs] int64 each, where these are known (see places_of).
-    """
+    """Arrays that `view` made, or slices of them: a batch of these is handed to proposers as it is. `places`, where
+    known: their addresses and lengths (see places_of)."""
 
     places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
     # texts: [N, max_length] int32, read-only; lengths: [num_reqs]
     @classmethod
     def of_rows(cls, texts: Int32Array, rows: Sequence[int], lengths: Sequence[int]) -> "Views":
-        """The texts of these rows."""
         views = cls(texts[row, :length] for row, length in zip(rows, lengths, strict=True))
         addresses = texts.ctypes.data + np.array(rows, np.int64) * texts.strides[0]
         views.places = addresses, np.array(lengths, np.int64)
@@ -86,8 +83,7 @@ class Views(tuple[Int32Array, ...]):
 
 
 def places_of(texts: Sequence[Int32Array]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Addresses and lengths of texts, [num_reqs] int64 each, for compiled code. TypeError unless they are contiguous
-    int32."""
+    """Returns addresses and lengths of texts for compiled code, [num_reqs] int64; TypeError unless contiguous int32."""
     known: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = getattr(texts, "places", None)
     if known is not None:
         return known

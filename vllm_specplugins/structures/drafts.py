@@ -1,8 +1,5 @@
-"""Drafts of a batch as arrays, and how two drafts are combined.
-
-The arrays are NumPy's on the host and torch's on the device, and the code is the same for both: nothing here waits for
-a device or branches on the values of an array. K: max tokens of a draft.
-"""
+"""Drafts of a batch as arrays, and how two drafts are combined. The arrays are NumPy's on the host and torch's on the
+device; the code is the same, and neither waits for a device nor branches on an array's values. K: max draft tokens."""
 
 from typing import Any, NamedTuple
 
@@ -40,15 +37,15 @@ class DraftArrays(NamedTuple):
 
     @property
     def is_drafted(self) -> Array:
-        """[num_reqs, K] bool: whether a token is one of the draft."""
+        """Returns [num_reqs, K] bool, whether a token is one of the draft."""
         return columns(self.token_ids) < self.num_draft[:, None]
 
     def cut(self, num_draft: Array) -> "DraftArrays":
-        """The first tokens of each draft, [num_reqs] of them."""
+        """Returns the first num_draft [num_reqs] tokens of each draft."""
         return self._replace(num_draft=num_draft)
 
     def shifted(self, num_tokens: Array) -> "DraftArrays":
-        """The tokens from the place num_tokens [num_reqs] on, which may be negative."""
+        """Returns the tokens from the place num_tokens [num_reqs] on, which may be negative."""
         places = columns(self.token_ids) + num_tokens[:, None]
         q = None if self.q is None else picked(self.q, places)
         token_ids, stage, confidence = (picked(part, places) for part in (self.token_ids, self.stage, self.confidence))
@@ -56,7 +53,7 @@ class DraftArrays(NamedTuple):
 
 
 def combine(is_first: Array, first: DraftArrays, second: DraftArrays, num_draft: Array) -> DraftArrays:
-    """The tokens of a first draft where is_first, [num_reqs, K or 1] bool, and elsewhere those of a second one."""
+    """Takes the tokens of a first draft where is_first, [num_reqs, K or 1] bool, and elsewhere those of a second."""
     where = namespace(is_first).where
     token_ids, stage, confidence = (
         where(is_first, getattr(first, name), getattr(second, name)) for name in ("token_ids", "stage", "confidence")
@@ -72,20 +69,20 @@ def combine(is_first: Array, first: DraftArrays, second: DraftArrays, num_draft:
 
 
 def join(first: DraftArrays, second: DraftArrays) -> DraftArrays:
-    """Each request's first draft, and after it its second one, as far as K goes."""
+    """Appends each request's second draft to its first one, as far as K goes."""
     ends = first.num_draft
     return combine(columns(first.token_ids) < ends[:, None], first, second.shifted(-ends), ends + second.num_draft)
 
 
 def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
-    """The first draft of the requests where is_first, [num_reqs] bool, and the second one of the others."""
+    """Takes the first draft of the requests where is_first, [num_reqs] bool, and the second one of the others."""
     num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
     return combine(is_first[:, None], first, second, num_draft)
 
 
 def better(first: DraftArrays, second: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
-    """The draft of each request that gains more, [num_reqs] each, or without gains the first one if it has a token.
-    Where one draft begins with the other, the longer one is taken, and the second stage answers for its tokens.
+    """Takes the draft of each request that gains more, [num_reqs] each, or without gains the first one if it has a
+    token. Where one draft begins with the other, the longer one is taken, and the second stage answers for its tokens.
 
     >>> first, second = (of_stage(i, np.array([[5, 6, 7]]), np.array([3 - i]), np.ones(1)) for i in (0, 1))
     >>> best = better(first, second, None)
@@ -110,7 +107,6 @@ def of_stage(
     q: Array | None = None,  # [num_reqs, K] int64
     logits: Any = None,
 ) -> DraftArrays:
-    """A draft that one stage made."""
     if isinstance(token_ids, np.ndarray):
         num_draft, confidence = num_draft.astype(np.int64, copy=False), confidence.astype(np.float64, copy=False)
         stages = np.full(token_ids.shape, stage)
@@ -122,13 +118,12 @@ def of_stage(
 
 
 def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
-    """An empty draft for each request, on the host."""
     token_ids = np.zeros((num_reqs, max_num_draft), np.int32)
     return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.full(num_reqs, FIRST_CONFIDENCE))
 
 
 def begun(prefix: DraftArrays | None) -> tuple[Array, Ints]:
-    """Tokens and lengths of drafts that compiled code continues, both empty where there are none."""
+    """Returns tokens and lengths of drafts that compiled code continues, both empty where there are none."""
     return (_NO_TOKENS, NO_COUNTS) if prefix is None else (prefix.token_ids, prefix.num_draft)
 
 
@@ -136,7 +131,6 @@ _NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)
 
 
 def namespace(array: Array) -> Any:
-    """The module of the functions that take such arrays."""
     if isinstance(array, np.ndarray):
         return np
     import torch  # a tensor exists, so it is loaded
@@ -145,19 +139,19 @@ def namespace(array: Array) -> Any:
 
 
 def up_to(count: int, like: Array) -> Array:
-    """0 1 2 ... count - 1, int64, where another array is."""
+    """Returns 0 1 2 ... count - 1, int64, on the device of another array."""
     if isinstance(like, np.ndarray):
         return np.arange(count)
     return namespace(like).arange(count, device=like.device)
 
 
 def columns(array: Array) -> Array:
-    """[num_columns] int64: 0 1 2 ..."""
+    """Returns 0 1 2 ... for each column, int64."""
     return up_to(array.shape[1], array)
 
 
 def picked(array: Array, places: Array) -> Array:
-    """The elements at places [num_rows, K] int64 of each row of an array [num_rows, T]; any one where there is none.
+    """Returns the elements at places [num_rows, K] int64 of the rows of an array [num_rows, T]; any one where none is.
 
     >>> picked(np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 0], [2, 3]])).tolist()
     [[2, 1], [6, 1]]
@@ -170,12 +164,11 @@ def picked(array: Array, places: Array) -> Array:
 
 
 def stacked(parts: list[Any]) -> Any:
-    """Logits of several passes as one tensor."""
     return parts[0] if len(parts) == 1 else namespace(parts[0]).cat(parts)
 
 
 def make_one_hot(logits: Any, token_ids: Any, is_certain: Any) -> Any:
-    """Logits [num_reqs, T, vocab_size], changed: the q of tokens [num_reqs, T] that are certain is one-hot."""
+    """Makes the q of tokens [num_reqs, T] that are certain one-hot, in the logits [num_reqs, T, vocab_size]."""
     places, is_certain = token_ids[..., None].long(), is_certain[..., None]
     logits.masked_fill_(is_certain, float("-inf"))
     return logits.scatter_(2, places, logits.gather(2, places).masked_fill_(is_certain, 0.0))
@@ -188,8 +181,7 @@ def put_logits(
     logits: Any,  # [num_reqs, at most K, vocab_size], changed; None: all tokens are certain
     is_certain: Any,  # [num_reqs, K] bool; None: none of those with logits is
 ) -> None:
-    """Puts the logits that tokens were drawn from into a table; those of certain tokens, and of all tokens without
-    logits, are one-hot."""
+    """Writes the logits that tokens were drawn from to a table; one-hot for certain tokens and those without any."""
     num_drawn = 0 if logits is None else logits.shape[1]
     if logits is not None:
         if is_certain is not None:
@@ -202,8 +194,7 @@ def put_logits(
 
 
 def dense_logits(drafts: DraftArrays, max_length: int) -> Any:
-    """[num_reqs, max_length, vocab_size] of the first tokens, a tensor, one-hot where they are certain; None if all
-    are."""
+    """Returns the first tokens' logits, [num_reqs, max_length, vocab_size], one-hot if certain; None if all are."""
     if drafts.q is None:
         return None
     import torch

@@ -1,10 +1,10 @@
-"""How long to wait after an attempt that failed."""
+"""A wait after attempts that failed."""
 
 FIRST_PAUSE_S = 1.0
 
 
 class Pause:
-    """Doubles with each failure in a row, up to a longest one; a success ends it.
+    """A wait that doubles with each failure in a row, up to a longest one; a success ends it.
 
     >>> pause = Pause(longest_s=60.0)
     >>> pause.failed(), pause.failed(), pause.seconds, pause.succeeded(), pause.seconds
@@ -16,12 +16,12 @@ class Pause:
         self.seconds = 0.0  # 0: the last attempt succeeded
 
     def failed(self) -> bool:
-        """Notes a failure; whether it is the first in a row, which is worth a line in the log."""
+        """Notes a failure; returns whether it is the first in a row, which is worth a line in the log."""
         is_first = self.seconds == 0
         self.seconds = min(2 * self.seconds or FIRST_PAUSE_S, self._longest_s)
         return is_first
 
     def succeeded(self) -> bool:
-        """Notes a success; whether it is the first after a failure."""
+        """Notes a success; returns whether it is the first after a failure."""
         was_failing, self.seconds = self.seconds > 0, 0.0
         return was_failing

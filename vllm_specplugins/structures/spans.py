@@ -1,10 +1,10 @@
-"""The free parts of a fixed piece of memory: the first free span that is large enough is taken."""
+"""The free parts of a fixed piece of memory."""
 
 from bisect import insort
 
 
 class SpanAllocator:
-    """Spans of a memory of `size` places, which are all free at first.
+    """Hands out spans of `size` places, all free at first; takes the first free span that is large enough.
 
     >>> spans = SpanAllocator(10)
     >>> spans.take(4), spans.take(4), spans.take(4)
@@ -18,11 +18,10 @@ class SpanAllocator:
 
     @property
     def num_free(self) -> int:
-        """The free places, in one span or in several."""
         return sum(end - start for start, end in self._free)
 
     def take(self, size: int) -> int | None:
-        """The start of a free span of this size, which is then taken; None if there is none."""
+        """Takes a free span of this size and returns its start; None if there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
@@ -30,7 +29,6 @@ class SpanAllocator:
         return None
 
     def give_back(self, start: int, size: int) -> None:
-        """Frees a span that was taken."""
         insort(self._free, (start, start + size))
         joined: list[tuple[int, int]] = []
         for begin, end in self._free:

@@ -15,7 +15,7 @@ MAX_PREFIX = 60  # characters of a file's name in the name of its successor, whi
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file; a new file has mode 0600. OSError for a folder, a pipe or a missing file."""
+    """Opens a regular file, a new one with mode 0600; returns its descriptor. OSError for a folder, a pipe or none."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -24,7 +24,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The beginning of a file, up to max_bytes; OSError as of open_regular."""
+    """Reads the beginning of a file, up to max_bytes; OSError as of open_regular."""
     descriptor = open_regular(path, os.O_RDONLY)
     try:
         return read_all(descriptor, max_bytes)
@@ -33,7 +33,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def read_all(descriptor: int, max_bytes: int) -> bytes:
-    """The same of an open file."""
+    """Reads the beginning of an open file, up to max_bytes."""
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(0)
         return file.read(min(max_bytes, os.fstat(descriptor).st_size))
@@ -47,10 +47,8 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> int:
-    """Puts a new file with this data, synced to the disk, in the place of `path` or of the file that it links to.
-
-    Returns its descriptor. OSError where that fails; the old file stays.
-    """
+    """Puts a new file with this data, synced to the disk, in the place of `path` or of the file that it links to;
+    returns its descriptor. OSError where that fails; the old file stays."""
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name[:MAX_PREFIX]}{PARTIAL}")
     partial.unlink(missing_ok=True)  # a killed process may have left it
@@ -74,11 +72,9 @@ class SavedFolder:
         self.path, self._descriptor = path, -1
 
     def replace(self, save: Callable[[Path], object]) -> None:
-        """Calls `save` with a folder beside the files, and moves what it writes there into their place when all is
-        written. Folders that killed processes left are removed.
-
-        OSError, or the exception of `save`, where that fails; OSError where another process saves to the folder.
-        """
+        """Calls `save` with a folder beside the files, and moves all files from there into their place once they are
+        written. Removes folders that killed processes left. OSError, or the exception of `save`, where that fails;
+        OSError where another process saves to the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._hold()
         for left in self.path.glob(f"{BEGUN}*{PARTIAL}"):
@@ -111,9 +107,7 @@ class SavedFolder:
 
 def hold(descriptor: int) -> None:
     """Locks an open file or folder for this process until it is closed, where the file system has locks.
-
-    BlockingIOError where another process holds it.
-    """
+    BlockingIOError where another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,7 @@
 """Edits of logits before verification, exact at every position: allowed tokens, biases, minimum lengths, penalties, bad
-words.
-
-`adjust` returns float32 logits for `rejection_sample`. `Edits` has the arrays by request state that vLLM's Model Runner
-V2 holds on the device, so a step converts nothing. Edits are rare, and cost one launch. The order is vLLM's: bias, then
-repetition, frequency and presence penalties; a forbidden token has -inf. num_logits, num_states: as in rejection/.
-"""
+words. `Edits` has the arrays by request state that vLLM's Model Runner V2 holds on the device, so a step converts
+nothing. The order is vLLM's: bias, then repetition, frequency and presence penalties; a forbidden token has -inf.
+num_logits, num_states: as in rejection/."""
 
 from typing import Any, NamedTuple
 
@@ -94,14 +91,11 @@ def adjust(
     *,
     only_last: bool = False,
 ) -> Any:
-    """Edited logits float32 of the shape of `logits`; a row counts the drafts before it as emitted.
-
-    Args:
-        only_last: `logits` has the last row of each request alone, as during drafting.
-        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+    """Returns edited logits float32 of the shape of `logits`; a row counts the drafts before it as emitted. With
+    `only_last`, as during drafting, `logits` has the last row of each request alone.
 
     Raises:
-        ValueError: no such implementation.
+        ValueError: no such implementation ("reference", "fused", or None: fused on a GPU, else the reference).
 
     >>> import torch
     >>> logits, drafts = torch.zeros(2, 3), torch.tensor([0, 2])

@@ -1,9 +1,7 @@
-"""Edits of logits in one launch, which reads the logits once.
-
-A program has a tile of a row. It first collects the row's lists in the memory of the result: 0, a bias, or -inf. Lists
-are short beside the vocabulary, so each program reads them whole and stores the entries of its tile, with a barrier
-between two lists. Rows without edits are copied. Nothing waits for the host, so a CUDA graph can record it.
-"""
+"""Edits of logits in one launch, which reads the logits once. A program has a tile of a row. It first collects the
+row's lists in the memory of the result: 0, a bias, or -inf. Lists are short beside the vocabulary, so each program
+reads them whole and stores the entries of its tile, with a barrier between two lists. Rows without edits are copied.
+Nothing waits for the host, so a CUDA graph can record it."""
 
 from typing import Any
 
@@ -22,7 +20,6 @@ _BLOCK_SIZE = 256
 
 @triton.jit
 def _length(entries, state):
-    """The length of a state's list."""
     if entries is None:
         return 0
     else:
@@ -31,7 +28,6 @@ def _length(entries, state):
 
 @triton.jit
 def _put(result_ptr, token_ids_ptr, num_tokens, value, first, last, BLOCK: tl.constexpr):
-    """Stores a value at the listed tokens from `first` to `last`."""
     for start in range(0, num_tokens, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         tokens = tl.load(token_ids_ptr + entries, mask=entries < num_tokens, other=-1)
@@ -79,14 +75,13 @@ def _put_after(
 
 @triton.jit
 def _bits(words_ptr, words, num_words):
-    """Packed bits of 32 tokens a row."""
     packed = tl.load(words_ptr + words, mask=words < num_words, other=0)
     return (packed[:, None] >> tl.arange(0, 32)[None, :]) & 1
 
 
 @triton.jit
 def _penalized(logits, penalties, state, drafts_ptr, num_drafts, offsets, words, num_words, inside):
-    """Logits of a tile with penalties of the emitted tokens; `drafts_ptr` is at the request's first draft."""
+    """Applies penalties to a tile's logits; `drafts_ptr` is at the request's first draft."""
     repetition_ptr, frequency_ptr, presence_ptr, prompt_ptr, counts_ptr, prompt_stride, counts_stride = penalties
     repetition = tl.load(repetition_ptr + state)
     frequency, presence = tl.load(frequency_ptr + state), tl.load(presence_ptr + state)
@@ -109,7 +104,7 @@ def _collected(
     result_ptr, zeros, lists, counts, layout, row, step, state, position, tile, inside, offsets, vocab_size,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a row's lists add to a tile: 0, a bias or -inf; collected in the memory of the result."""
+    """Collects the amounts that a row's lists add to a tile, 0, a bias or -inf, in the memory of the result."""
     allowed, bias, min_tokens, bad_words = lists
     num_allowed, num_biases, num_early, num_bad = counts
     first, last = tile * TILE, tl.minimum((tile + 1) * TILE, vocab_size)
@@ -146,7 +141,6 @@ def _adjust_kernel(
     BLOCK: tl.constexpr,
     ONLY_LAST: tl.constexpr,
 ):
-    """Edits a tile of a row."""
     tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
     end = tl.load(layout.cu_num_logits + request + 1)
@@ -186,7 +180,6 @@ def _adjust_kernel(
 
 
 def _with_strides(tensors: Any) -> tuple[Any, ...] | None:
-    """The tensors, and then the strides of those with rows."""
     return None if tensors is None else (*tensors, *(tensor.stride(0) for tensor in tensors if tensor.ndim == 2))
 
 

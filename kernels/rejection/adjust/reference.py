@@ -42,19 +42,18 @@ def _adjust_request(
 
 
 def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[..., V] bool of packed bits [..., ceil(V / 32)] int32."""
+    """Returns [..., V] bool of packed bits [..., ceil(V / 32)] int32."""
     bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
     return bits.flatten(-2)[..., :vocab_size].bool()
 
 
 def _listed(tokens: tuple[torch.Tensor, ...], state: int) -> torch.Tensor:
-    """[M] int64: a state's list; the tuple begins with the lists' lengths and tokens."""
+    """Returns a state's list, [M] int64; the tuple begins with the lists' lengths and tokens."""
     num_tokens, token_ids = tokens[:2]
     return token_ids[state, : int(num_tokens[state])].long()
 
 
 def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties: Penalties) -> None:
-    """Edits the columns of the emitted tokens."""
     repetition, frequency, presence = (values[state] for values in penalties[:3])
     if repetition == 1 and frequency == 0 and presence == 0:
         return

@@ -1,7 +1,4 @@
-"""Acceptance probability of a suffix draft's token: learned by source, length of the match and share of the votes.
-
-C: cells.
-"""
+"""Learns the acceptance probability of a suffix draft's token by source, length of the match and share of the votes."""
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +15,15 @@ SHARE_FACTORS = (0.9, 0.35, 0.65, 0.85, 1.0)  # of the prior, by share of the vo
 
 
 def first_accept_probs() -> Float64Array:
-    """[2, C] float64: tried and accepted tokens of each cell, priors at first."""
+    """Returns tried and accepted tokens of each cell, [2, cells] float64, with the priors in them."""
     accepted = np.tile(np.outer(PRIORS, SHARE_FACTORS).ravel(), 2)
     return PRIOR_WEIGHT * np.stack([np.ones_like(accepted), accepted])
 
 
 @inlined
 def cell_of(is_stored: bool, length: int, votes: int, num_places: int) -> int:
-    """The cell of a token after a match of `length` tokens, in the store or in the request's texts. Share 0 is a single
-    place, share 4 several places that agree."""
+    """Returns the cell of a token after a match of `length` tokens, in the store or in the request's texts. Share 0 is
+    a single place, share 4 several places that agree."""
     grade = (length > 1) + (length > 2) + (length > 3) + (length > 5) + (length > 8) + (length > 16)
     share = 0
     if num_places > 1:

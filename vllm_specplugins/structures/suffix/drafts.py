@@ -1,12 +1,11 @@
 """The suffix lookups of all requests of a step, in one compiled call.
 
-A search finds the places where the longest match of the newest tokens ends, at most LONGEST_MATCH tokens long. The
+A search looks for the places where the longest match of the newest tokens ends, at most LONGEST_MATCH tokens long. The
 places vote for the next token: the draft takes the one with the largest number of votes, among equals that of the
 latest place, and goes on with the places that have it. Sources are the request's text and its reference, searched from
 their ends, and the ring, with the MAX_PLACES latest places of the longest n-gram of LEVELS. The draft with the largest
-sum of acceptance probabilities wins.
-
-B: requests of a step, R: rows of requests, K: max_num_draft, C: cells (see acceptance.py).
+sum of acceptance probabilities wins. B: requests of a step, R: rows of requests, K: max_num_draft, C: cells
+(acceptance.py).
 """
 
 from typing import Any, NamedTuple
@@ -37,8 +36,6 @@ TEXT, REFERENCE, STORE = range(3)  # sources of a draft
 
 
 class Asked(NamedTuple):
-    """The arguments of a step of B requests."""
-
     texts: Int64Array  # [B] their addresses: see views.places_of
     lengths: Int64Array  # [B]
     prefix: Int32Array  # [B, K] tokens of a draft that was begun
@@ -52,15 +49,11 @@ class Asked(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state between steps."""
-
     accept_probs: Float64Array  # [2, C] see first_accept_probs
     newest: Int32Array  # [R, 2, K + 1] each request's newest draft: its length and tokens; after the length their cells
 
 
 class Drafts(NamedTuple):
-    """The result of a step."""
-
     token_ids: Int32Array  # [B, K]
     num_draft: Int64Array  # [B]
     match_lengths: Float64Array  # [B]
@@ -74,8 +67,8 @@ drafts_type = types.Tuple((types.int32[:, ::1], types.int64[::1], types.float64[
 
 @inlined
 def find_places(ending: Int32Array, owner: int, places: Int64Array, entries: Int64Array, ring: Ring) -> tuple[int, int]:
-    """Writes the places in the owner's texts where the longest match of `ending` ends; returns their number and the
-    match's length."""
+    """Writes the places in the owner's texts where the longest match of `ending` ends; returns their number and its
+    length."""
     last, level = ending.size - 1, look_up(ending, ending.size - 1, owner, entries, ring) - 1
     while level > 0 and entries[2, level] == NONE:
         level -= 1
@@ -99,7 +92,7 @@ def find_places(ending: Int32Array, owner: int, places: Int64Array, entries: Int
 
 @inlined
 def _search(text: Int32Array, ending: Int32Array, places: Int64Array) -> tuple[int, int]:
-    """The same for one text, of which it writes the latest places."""
+    """Does the same for one text, and writes its latest places."""
     longest, num_places, work, last = 1, 0, MAX_WORK, ending.size - 1
     for place in range(text.size - 2, -1, -1):
         if text[place] != ending[last]:
@@ -120,7 +113,7 @@ def _search(text: Int32Array, ending: Int32Array, places: Int64Array) -> tuple[i
 
 @inlined
 def _token(place: int, tokens: Int32Array, end: int, draft: Int32Array) -> int:
-    """The token at a place of the text, or of its draft after the text's end."""
+    """Returns the token at a place of the text, or of its draft after the text's end."""
     token: int = tokens[place % tokens.size] if place < end else draft[place - end]
     return token
 
@@ -189,10 +182,8 @@ def _draft(
 
 @compiled(types.void(asked_type, state_type, drafts_type, ring_type), nogil=True)
 def draft_step(asked: Any, state: Any, drafts: Any, ring: Any) -> None:
-    """Learns from the new tokens, and drafts. Takes tuples of Asked, State, Drafts, which it writes, and Ring.
-
-    A draft that continues a begun one is not remembered.
-    """
+    """Learns from the new tokens, and drafts. Takes tuples of Asked, State, Drafts, which it writes, and Ring. It does
+    not remember a draft that continues a begun one."""
     texts, lengths, prefix, num_begun, max_draft, rows, references, requests, first_source, min_confidence = asked
     accept_probs, newest = borrowed(state[0]), borrowed(state[1])
     drafts, ring = Drafts(borrowed(drafts[0]), borrowed(drafts[1]), borrowed(drafts[2])), borrowed_ring(ring)

@@ -46,7 +46,7 @@ ring_type = types.Tuple(
 
 
 def new_ring(max_bytes: int) -> Ring:
-    """An empty ring. All of its memory is touched at once, so no request waits for pages."""
+    """Makes an empty ring. It touches all of its memory at once, so no request waits for pages."""
     num_sets = int(max_bytes / BYTES_PER_TOKEN) * SETS_PER_WAYS[0] // SETS_PER_WAYS[1] // WAYS * WAYS
     num_places = num_sets * SETS_PER_WAYS[1] // SETS_PER_WAYS[0]
     ring = Ring(
@@ -69,15 +69,13 @@ def clear(ring: Ring) -> None:
 
 @inlined
 def borrowed_ring(ring: Any) -> Ring:
-    """A named tuple of `borrowed` arrays."""
     tokens, owners, links, table, used, state = ring
     return Ring(borrowed(tokens), borrowed(owners), borrowed(links), borrowed(table), borrowed(used), borrowed(state))
 
 
 @inlined
 def match(place: int, text: Int32Array, last: int, owner: int, limit: int, ring: Ring) -> int:
-    """The number of tokens at and before a place that are this owner's and match those up to text[last]; at most
-    `limit`."""
+    """Counts the tokens, up to `limit`, at and before a place that are the owner's and match those up to text[last]."""
     size, n = len(ring.tokens), 0
     limit = min(limit, last + 1, place + 1 - (ring.state[HEAD] - size))
     at = place % size

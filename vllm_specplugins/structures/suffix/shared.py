@@ -1,8 +1,5 @@
-"""Texts that engines share through Redis or Valkey: one stream of texts for each tokenizer.
-
-A thread publishes the texts that its engine adds, and fetches those that others published, so no step waits for the
-network. While the server is away the engine drafts from the texts that it has, and added texts wait.
-"""
+"""Texts that engines share through Redis or Valkey: one stream of texts for each tokenizer. While the server is away
+the engine drafts from the texts that it has, and added texts wait."""
 
 import logging
 import os
@@ -35,7 +32,8 @@ GRACE_S = 2.0  # to publish the last texts at the end
 
 
 class SharedTexts:
-    """See the module. `fill` is called once, and starts the thread.
+    """A thread publishes the texts that its engine adds, and fetches those that others published, so no step waits for
+    the network. `fill` is called once, and starts the thread.
 
     Args:
         url: redis://, rediss:// or unix://, with user and password if need be, which are never logged.
@@ -69,7 +67,7 @@ class SharedTexts:
         self._thread = Thread(target=self._run, name="specplugins-shared", daemon=True)
 
     def fill(self) -> list[StoredText]:
-        """The newest texts on the server for which the store has room, the oldest first."""
+        """Returns the newest texts on the server for which the store has room, the oldest first."""
         deadline, texts, num_tokens = time.monotonic() + FILL_S, deque[StoredText](), 0
         while self._attempt() and self._waiting and time.monotonic() < deadline:
             while self._waiting:
@@ -86,7 +84,7 @@ class SharedTexts:
         self._unsent.append(record(text))
 
     def take(self) -> StoredText | None:
-        """The next fetched text, if there is one."""
+        """Returns the next fetched text, if there is one."""
         return self._waiting.popleft() if self._waiting else None
 
     def clear(self) -> None:
@@ -126,7 +124,6 @@ class SharedTexts:
         return True
 
     def _has_room(self) -> bool:
-        """Whether fewer tokens wait for the engine than its store has room for."""
         num_tokens = sum(len(text.tokens) for text in tuple(self._waiting))
         return len(self._waiting) < MAX_WAITING and num_tokens < self._max_tokens
 
@@ -153,7 +150,7 @@ class SharedTexts:
         self._cut()
 
     def _cut(self) -> bool:
-        """Drops the oldest texts on the server if all of them take more memory than they may; returns whether."""
+        """Drops the server's oldest texts if all take more memory than they may; returns whether it dropped any."""
         began, max_bytes = time.monotonic(), PLACE_BYTES * self._max_tokens
         num_bytes = self._server.memory_usage(self._key, samples=0) or 0
         self._look_s = time.monotonic() - began
@@ -179,8 +176,8 @@ class SharedTexts:
         return len(entries)
 
     def _read(self) -> Any:
-        """New entries. The server answers only if the stream did not change since its size was looked at, which bounds
-        the bytes that others can have this engine read."""
+        """Reads new entries. The server answers only if the stream did not change since its size was looked at, which
+        bounds the bytes that others can have this engine read."""
         for _ in range(MAX_TRIES):
             with self._server.pipeline() as reading:
                 reading.watch(self._key)
@@ -201,5 +198,5 @@ class SharedTexts:
 
 
 def _milliseconds(place: bytes) -> int:
-    """The time of the entry with this id, since 1970."""
+    """Returns the time of the entry with this id, since 1970."""
     return int(place.split(b"-")[0])

@@ -1,11 +1,4 @@
-"""A bounded store of finished texts by tenant (suffix decoding, Oliaro et al. 2024). Knows neither batches nor engines.
-
-First in, first out, with a second chance. Texts lie in a ring, and the oldest makes room. It is entered again, as the
-newest, if a draft used it, or if its tenant is not the entering one and holds less than half of its share. Tenants that
-asked once have a second chance only while they hold little together, or if the entering tenant holds too much. The
-tokens that are entered again are bounded. `work` does all of this in pieces of a given size. A text is never looked at
-for another tenant.
-"""
+"""A bounded store of finished texts by tenant (suffix decoding, Oliaro et al. 2024), without batches and engines."""
 
 from collections import deque
 from collections.abc import Callable
@@ -42,14 +35,15 @@ class _Text(NamedTuple):
 
 
 class SuffixStore:
-    """See the module.
+    """First in, first out, with a second chance. Texts lie in a ring, and the oldest makes room. It is entered again,
+    as the newest, if a draft used it, or if its tenant is not the entering one and holds less than half of its share.
+    Tenants that asked once have a second chance only while they hold little together, or if the entering tenant holds
+    too much. The tokens that are entered again are bounded. `work` does all of this in pieces of a given size. A text
+    is never looked at for another tenant.
 
     Args:
-        max_bytes: memory of the store.
+        max_bytes: memory of the store; ValueError if too small.
         entered_again: is called with each text that has a second chance.
-
-    Raises:
-        ValueError: max_bytes is too small.
 
     >>> store = SuffixStore(1 << 20)
     >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))
@@ -86,7 +80,7 @@ class SuffixStore:
         return len(self._texts)
 
     def number(self, tenant: bytes) -> int:
-        """The tenant's owner number in the ring; 0 if it has no text."""
+        """Returns the tenant's owner number in the ring; 0 if it has no text."""
         entry = self._tenants.get(tenant)
         return 0 if entry is None else entry.number
 
@@ -99,7 +93,7 @@ class SuffixStore:
             self._places_of_strangers -= entry.num_places
 
     def is_back(self, tenant: bytes) -> bool:
-        """Whether a tenant has asked again while it had a text."""
+        """Returns whether a tenant has asked again while it had a text."""
         return tenant in self._tenants and self._tenants[tenant].is_back
 
     # text: [num_tokens] int32, ids >= 0
@@ -116,7 +110,7 @@ class SuffixStore:
 
     @property
     def has_work(self) -> bool:
-        """Whether texts wait to be entered, or are being entered."""
+        """Returns whether texts wait to be entered, or are being entered."""
         return bool(self._waiting) or self._linking is not None
 
     def work(self, limit: int = UNLIMITED) -> int:
@@ -132,7 +126,7 @@ class SuffixStore:
         return limit
 
     def texts(self) -> list[StoredText]:
-        """All entered texts, in the ring's order."""
+        """Returns all entered texts, in the ring's order."""
         return [self._stored(text) for text in self._texts]
 
     def _make_room_or_put(self, entering: StoredText) -> None:
@@ -155,7 +149,7 @@ class SuffixStore:
             self._put(entering)
 
     def _stays(self, text: _Text, entering: bytes) -> bool:
-        """Whether a text has a second chance where the entering tenant needs room."""
+        """Returns whether a text has a second chance where the entering tenant needs room."""
         if self.ring.used[self._places(text)].any():
             return True
         if text.tenant == entering or self._has_too_much(text.tenant):
@@ -164,7 +158,7 @@ class SuffixStore:
         return self.is_back(text.tenant) or are_few or self._has_too_much(entering)
 
     def _has_too_much(self, tenant: bytes) -> bool:
-        """Whether a tenant has more than half of its share of the room."""
+        """Returns whether a tenant has more than half of its share of the room."""
         entry = self._tenants.get(tenant)
         if entry is None:
             return False

@@ -1,9 +1,9 @@
-"""The file of a suffix store: texts of token ids by tenant, each with a digest.
+"""The file of a suffix store: texts of token ids by tenant, each with a digest. A reader of the file sees the texts.
 
     MAGIC, version, fingerprint of the tokenizer; each text: whether its tenant is in use, tenant, tokens, digest
 
 Texts are appended one by one, so a process that is killed loses none; a torn text at the end is dropped when the file
-is opened. A file that has grown too long is replaced as a whole. Whoever can read the file can read the texts.
+is opened. A file that has grown too long is replaced as a whole.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class StoredText(NamedTuple):
 
 
 def fingerprint(tokenize: Callable[[str], list[int]], vocab_size: int) -> bytes:
-    """16 bytes that are equal for tokenizers which give PROBE the same ids, in models of the same vocab_size."""
+    """Returns 16 bytes, equal for tokenizers which give PROBE the same ids, in models of the same vocab_size."""
     try:
         ids = tokenize(PROBE)
     except Exception:  # an engine without a tokenizer
@@ -68,14 +68,13 @@ def tenant_of(cache_salt: str) -> bytes:
 
 
 def record(text: StoredText) -> bytes:
-    """The bytes of a text in the file."""
     in_use, tenant, tokens = text
     data = RECORD.pack(in_use, len(tenant), len(tokens)) + tenant + tokens.tobytes()
     return data + _digest(data)
 
 
 def record_at(data: bytes, start: int, vocab_size: int) -> tuple[StoredText, int] | None:
-    """The text that begins at `start`, and its end; None unless it is whole, with token ids in [0, vocab_size)."""
+    """Returns the text that begins at `start`, and its end; None unless it is whole, with ids in [0, vocab_size)."""
     if len(data) < start + RECORD.size:
         return None
     in_use, num_name, num_tokens = RECORD.unpack_from(data, start)
@@ -101,7 +100,7 @@ def _digest(data: bytes) -> bytes:
 
 
 class StoreFile:
-    """See the module. One process at a time may write to the file, while it has it open.
+    """A store's file, which one process at a time may have open and write to.
 
     Args:
         path: the file, or a link to it.
@@ -121,11 +120,10 @@ class StoreFile:
         return self._descriptor >= 0
 
     def read(self) -> list[StoredText]:
-        """Its whole texts, the oldest first; none where there is no file.
+        """Returns its whole texts, the oldest first; none where there is no file.
 
         Raises:
-            StoreFileError: it is no store; DamagedError: it is a store that cannot be used.
-            OSError: it cannot be read.
+            StoreFileError: it is no store; DamagedError: it is a store that cannot be used; OSError: it cannot be read.
         """
         try:
             return self._parsed(read_regular(self.path, self._max_bytes + 1))[0]
@@ -136,8 +134,7 @@ class StoreFile:
         """Opens the file, or makes one, cuts off a damaged end, and returns its texts as `read` does.
 
         Raises:
-            StoreFileError: as of read, or another process has it open.
-            OSError: it cannot be written.
+            StoreFileError: as of read, or another process has it open; OSError: it cannot be written.
         """
         self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
@@ -197,7 +194,7 @@ class StoreFile:
             raise FileNotFoundError(2, "another file took its place")
 
     def _parsed(self, data: bytes) -> tuple[list[StoredText], int]:
-        """The whole texts, and where they end."""
+        """Returns the whole texts, and where they end."""
         if not data:
             return [], 0
         if data[: len(MAGIC)] != MAGIC:

@@ -1,8 +1,4 @@
-"""Saves the texts of a suffix store: a thread appends each text that enters the store to its file, in the same order.
-
-A process that is killed loses the texts that the thread has not written yet. A power cut costs those that were written
-after the last sync. A file that is twice as large as the store's room loses its older half.
-"""
+"""Saves the texts of a suffix store to a file in the order in which they enter the store."""
 
 import logging
 import time
@@ -34,7 +30,9 @@ GRACE_S = 4.0  # for the last texts at the end: vLLM gives a worker 5 s
 
 
 class StoreSaver:
-    """See the module.
+    """Appends each text to the file in a thread. A process that is killed loses the texts that the thread has not
+    written yet. A power cut costs those that were written after the last sync. A file that is twice as large as the
+    store's room loses its older half.
 
     Args:
         file: the file, which is not open yet.
@@ -73,7 +71,6 @@ class StoreSaver:
         self._jobs.put(partial(self._append, text))
 
     def clear(self) -> None:
-        """Empties the file."""
         self._wait_for(self._empty)
 
     def save(self) -> None:
@@ -81,7 +78,6 @@ class StoreSaver:
         self._wait_for(self._sync)
 
     def close(self) -> None:
-        """Saves for the last time, and closes the file."""
         self._jobs.put(None)
         self._thread.join(GRACE_S)
 
