@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes Ctrl-C an exception, so that a command can clean up, for which it has CLEAN_UP_S."""
+    """Turns Ctrl-C into an exception, so that a command can clean up, for which it has CLEAN_UP_S."""
     if getsignal(SIGINT) is not SIG_DFL:
         yield
         return
@@ -87,7 +87,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def program() -> int:
-    """`main` of a process, which Ctrl-C ends at once, without a traceback, where there is nothing to clean up."""
+    """Runs `main` in a process that Ctrl-C ends at once, without a traceback, where there is nothing to clean up."""
     if getsignal(SIGINT) is default_int_handler:  # a shell ignores it for a process in the background
         signal(SIGINT, SIG_DFL)
     if sys.stdout is not None:

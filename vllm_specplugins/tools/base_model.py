@@ -1,7 +1,5 @@
-"""The served model in transformers, frozen: the states that its layers leave, and the logits of its head.
-
-Knows nothing of vLLM. T: tokens, H: hidden size, V: vocabulary, L: layers.
-"""
+"""The served model in transformers, frozen and without vLLM: the states that its layers leave, and the logits of its
+head. T: tokens, H: hidden size, V: vocabulary, L: layers."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ from vllm_specplugins.proposers.heads.norm import effective_norm_weight
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A causal language model whose layers end in a final RMSNorm and a head."""
+    """A causal language model with a final RMSNorm and a head after its layers."""
 
     model: Any  # of transformers, in eval mode; its parameters need no gradients
     dtype: torch.dtype  # of the stored checkpoint
@@ -29,8 +27,8 @@ class BaseModel:
 
     @classmethod
     def load(cls, path: str, device: str) -> "BaseModel":
-        """The checkpoint at a path or of a Hugging Face name: in float32 on a CPU, else in its dtype.
-        Raises ConfigError: there is none, or it has no final RMSNorm."""
+        """Loads a checkpoint from a path or a Hugging Face name, in float32 on a CPU, else in its dtype. Raises
+        ConfigError: there is none, or it has no final RMSNorm."""
         logging.disable_progress_bar()
         model = _from_pretrained(AutoModelForCausalLM, path, dtype="auto")
         dtype = model.dtype
@@ -53,7 +51,7 @@ class BaseModel:
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, H] of the head."""
+        """[V, H]: the weight of the head."""
         weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -99,12 +97,10 @@ class BaseModel:
     def passes(
         self, first: int, num_tokens: int, end: int | None = None, normed: bool = True
     ) -> Callable[..., torch.Tensor]:
-        """A function that runs the layers [first, end), or all from there on, over a row, once for each draft token.
-
-        It maps states [T, H] before the layers to those after them: first of the text, step 0, then of the tokens that
-        stand in its place in drafts. A pass of step k sees the text up to k tokens before a token, and between that and
-        the token the passes of steps 1 to k.
-        """
+        """A function that runs the layers [first, end), or all from there on, over a row, once for each draft token. It
+        maps states [T, H] before the layers to those after them: of the text at step 0, then of the tokens that stand
+        in its place in drafts. Step k sees the text up to k tokens before a token, and after that the tokens of steps 1
+        to k."""
         body, cache = self.cut(first, self.num_layers if end is None else end, normed), DynamicCache()
         like = next(body.parameters())
         positions = torch.arange(num_tokens, device=like.device)

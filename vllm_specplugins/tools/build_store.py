@@ -25,7 +25,6 @@ TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns 0."""
     tokenizer, vocab_size = load_tokenizer(args.tokenizer), int(load_config(args.tokenizer).vocab_size)
     tenant = b"" if args.cache_salt is None else tenant_of(args.cache_salt)
     records, num_tokens = list[bytes](), 0

@@ -1,9 +1,7 @@
-"""`calibrate`: `bench`, on the user's text, over the methods that can serve a model.
-
-The model continues the text greedily, and each exit is compared with that token by token: a draft token is accepted if
-it and all before it are right. The cost is a guess: a draft token takes its share of the layers of a step, and
-verification takes nothing. The best exits are served, beside the methods that the user names. K: num_draft.
-"""
+"""`calibrate`: `bench`, on the user's text, over the methods that can serve a model. The model continues the text
+greedily; a draft token of an exit is accepted if it and all before it are right. The cost is a guess: a draft token
+takes its share of the layers of a step, and verification takes nothing. The best exits are served, beside the methods
+that the user names. K: num_draft."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,6 @@ class ExitRow:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit status of `bench`."""
     methods = {name: config for name, config in pick(args.also, "--also").items() if config}
     check_files(args)
     args.batch, args.temperature, args.ignore_eos = [1], [0.0], False

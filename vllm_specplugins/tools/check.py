@@ -1,8 +1,6 @@
-"""`check`: plays a recorded engine to a proposer, behind the fault barrier, and reports its violations.
-
-The recording holds arrivals, preemptions and ends of requests, as tests/tools/record_trace.py of commit 5d3e21a saw
-them. The drafts decide how far each request gets in a step (replay/simulate.py).
-"""
+"""`check`: plays a recorded engine to a proposer, behind the fault barrier, and reports its violations. The recording
+(by tests/tools/record_trace.py of commit 5d3e21a) holds arrivals, preemptions and ends of requests; the drafts decide
+how far each request gets in a step (replay/simulate.py)."""
 
 import argparse
 import itertools
@@ -33,11 +31,7 @@ SHIPPED = Path(__file__).with_name("trace.npz")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording.
-
-    Args:
-        steps: (requests that sampled a token, requests that were forgotten before), by number.
-    """
+    """A recording; its steps are (requests that sampled a token, requests that were forgotten before), by number."""
 
     histories: list[Int32Array]  # prompt and output of each request
     prompt_lengths: list[int]  # of each request
@@ -49,7 +43,7 @@ class Trace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns 0 if nothing is violated, else 1."""
+    """Returns 0 if nothing is violated, else 1."""
     config, trace = parse_config(configured(args.proposer, args.options, args.time_budget_ms)), load()
     with progress() as bars:
         task = bars.add_task("steps of the recording", total=len(trace.steps))
@@ -79,8 +73,8 @@ def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -
 
 
 def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> tuple[list[str], Counters]:
-    """Plays the trace to the configured proposer: its violations, a sentence each, and its counters. `advance` is
-    called before each step. Raises ConfigError: the proposer cannot be made."""
+    """Plays the trace to the configured proposer: its violations, a sentence each, and its counters. Raises
+    ConfigError: the proposer cannot be made."""
     context = ProposerContext(
         vocab_size=trace.vocab_size,
         max_model_len=trace.max_model_len,

@@ -1,7 +1,5 @@
-"""The user's texts and traffic, from files and pipes, for all commands; rows in our form, of a chat or of benchmarks.
-
-A file holds JSON lines if its name says so, or if its first line is a JSON object; else it is one text.
-"""
+"""The user's texts and traffic, from files and pipes: rows in our form, of a chat or of benchmarks. A file holds JSON
+lines if its name says so or its first line is a JSON object; else it is one text."""
 
 import json
 import sys
@@ -40,8 +38,8 @@ class Sample:
 
 def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
     """All samples of the files, in order; the file "-" is standard input. A conversation is a sample for each answer in
-    it, and one for an answer that is still to come.
-    Raises ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS: it is named."""
+    it, and one for an answer that is still to come. Raises ConfigError: a file that cannot be read, or a line that
+    holds nothing of FORMATS."""
     for place, row in chain.from_iterable(map(_rows, files)):
         try:
             for prompt, output in parsed(row, tokenizer):
@@ -54,7 +52,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 
 
 
 def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """The samples that have an output. Raises ConfigError: see samples; a line without an answer."""
+    """The samples with an output. Raises ConfigError: as `samples` does, and for a line without an answer."""
     last: Mapping[str, Any] | None = None
     for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:
@@ -65,16 +63,14 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
 
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """All texts of the files as rows; see rows_of. A conversation is its last answer, with all before it."""
+    """All texts of the files as rows (rows_of). A conversation is its last answer, with all before it."""
     by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer, len(tokenizer)))}
     return _cut(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
 
 def rows_of(texts: Iterable[str], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order.
-
-    Every row begins with the tokenizer's <bos>, if it has one; no row spans two texts.
-    """
+    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order; no row spans two texts, and each
+    begins with the tokenizer's <bos>, if it has one."""
     return _cut((tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts), tokenizer, row_tokens)
 
 
@@ -113,7 +109,6 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lines(file: Path, name: str) -> Iterator[str]:
-    """The lines of a UTF-8 file, each with its end; a byte order mark is no part of them."""
     try:
         with nullcontext(sys.stdin.buffer) if file == STDIN else file.open("rb") as stream:
             lines = TextIOWrapper(stream, "utf-8-sig")
@@ -136,7 +131,7 @@ def _json(text: str) -> Any:
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation whose next turn is the model's, by the tokenizer's template if it has one."""
+    """Token ids of a conversation before the model's next turn, by the tokenizer's template if it has one."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -160,11 +155,9 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
 
 
 def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, list[int]]:
-    """By drafter: for each number of output tokens so far, how many tokens of its draft would be accepted.
-
-    A row holds them in our form, or in SpecDecode-Bench's, which counts one token more; those of `drafter`, if given,
-    must be there. Raises ConfigError: lengths of another form, or of other drafters alone.
-    """
+    """By drafter: for each number of output tokens so far, how many tokens of its draft would be accepted. A row holds
+    them in our form, or in SpecDecode-Bench's, which counts one token more. Raises ConfigError: lengths of another
+    form, or none of `drafter`, if given."""
     given = row.get("accepted", {})
     if not isinstance(given, dict):
         raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")
@@ -206,8 +199,8 @@ def parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Pairs:
 
 
 def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Pairs:
-    """Each answer of the assistant after all that stands before it. With `choices`, as in a log of requests, the answer
-    in these alone: earlier answers are in the lines before, too."""
+    """Each answer of the assistant after all that precedes it. With `choices`, as in a log of requests, only the answer
+    in these: earlier answers are in earlier lines, too."""
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise ConfigError(f"must hold messages that have a role and a content, not {brief(messages)}.")
     turns = [{"role": message["role"], "content": _text(message)} for message in messages]
@@ -243,7 +236,6 @@ def _is_message(message: Any) -> bool:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """The text of a message, or the texts of its parts, and its calls of tools as JSON."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))

@@ -26,7 +26,7 @@ def every_nth(count: int, wanted: int) -> list[int]:
 
 
 def make_folder(path: Path) -> Path:
-    """The folder of --out, which is made if need be."""
+    """Makes the folder of --out if need be."""
     with writing("--out", "folder", path):
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -49,8 +49,7 @@ def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
 
 
 def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
-    """Has `save` write files into the folder, all or none (SavedFolder).
-    Raises ConfigError: the folder cannot be written, or the disk is full."""
+    """Has `save` write all files into the folder, or none (SavedFolder). Raises ConfigError: they cannot be written."""
     make_folder(folder)
     try:
         with closing(SavedFolder(folder)) as saved:

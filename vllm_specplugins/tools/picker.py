@@ -42,13 +42,9 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
 
 
 def pick(wanted: Sequence[str], option: str, named: Named | None = None) -> dict[str, Config]:
-    """Configurations by name, no configuration twice.
-
-    Args:
-        wanted: each names with commas between them, or a value of --speculative-config in JSON. NAME:K is the method
-            with K draft tokens.
-        named: configurations of a name; by default NAMED, and our methods and registered ones by their names.
-    """
+    """Configurations by name, no configuration twice. Each text of `wanted` holds names with commas between them, of
+    which NAME:K is the method with K draft tokens, or a --speculative-config in JSON. `named` maps names to
+    configurations: by default NAMED, and our methods and registered ones by their names."""
     if named is None:
         names = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
         named = {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in names}

@@ -34,7 +34,6 @@ def progress() -> Iterator[Progress]:
 
 
 def line_of(task: Task) -> str:
-    """The description of a task, its count, the time that it has taken, and an estimate of the rest."""
     total, left = "?" if task.total is None else f"{task.total:.0f}", task.time_remaining
     line = f"{task.description}: {task.completed:.0f} of {total}, {task.elapsed or 0:.0f} s so far"
     return line if left is None else f"{line}, about {left:.0f} s left"

@@ -31,8 +31,7 @@ def stdout() -> Console:
 
 
 def show_table(columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]], first: str = "") -> None:
-    """Prints a table: rows, each with its name first, by title or ""; cells may hold markup. A narrow terminal breaks
-    its lines."""
+    """Prints rows, each with its name first, by title or ""; cells may hold markup. A narrow terminal breaks lines."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column(first, overflow="fold", max_width=30)
     for column in columns:

@@ -1,9 +1,7 @@
-"""`verify-lossless`: shows that outputs with speculation have the distribution of outputs without it.
-
-Real engines serve a tiny model with random weights, without speculation and with each method. For each cell of a grid
-of sampling parameters, samples are compared with the model's exact distribution (lossless/exact.py), which knows
-nothing of vLLM; at temperature 0, outputs are compared with those without speculation, token for token.
-"""
+"""`verify-lossless`: shows that outputs with speculation have the distribution of outputs without it. Real engines
+serve a tiny model with random weights, without speculation and with each method. For each cell of a grid of sampling
+parameters, samples are compared with the model's exact distribution (lossless/model.py); at temperature 0, outputs are
+compared with those without speculation, token for token."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -78,7 +76,7 @@ class Verification:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns 0 if nothing is wrong, else 1."""
+    """Returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
     check_files(args)
     cells, judged = grid.cells(), list[Judged]()

@@ -1,5 +1,2 @@
-"""In the process in which requests come in: the entry point, vLLM's configuration with ours in it, options of requests.
-
-`plugin.py` is what vLLM loads, `spec_config.py` carries our configuration into every process, `scheduling.py` chooses
-the scheduler, `options.py` resolves and checks what requests ask for.
-"""
+"""The code for the process that receives requests: the entry point (plugin.py), vLLM's configuration with ours in it
+(spec_config.py), and the options of requests (options.py)."""

@@ -8,7 +8,6 @@ CAN_TRIM = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 
 def conditions_of(vllm_config: Any, asked_async: bool | None) -> Conditions:
-    """`asked_async` is what the user asks for."""
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     return Conditions(
         use_v2_model_runner=vllm_config.use_v2_model_runner,

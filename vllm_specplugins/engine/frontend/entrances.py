@@ -1,9 +1,6 @@
-"""Checks the options of requests in the engine, and names their tenants.
-
-Our front end runs in vLLM's Python API server and in `LLM`. Requests of vLLM's front end in Rust and of clients of the
-engine core bypass it. Options that the front end has checked carry a tenant in bytes, which JSON cannot hold; the
-engine checks others once, and drops all options of a request if it refuses one.
-"""
+"""Checks in the engine the options of requests that bypass our front end, which runs in vLLM's Python API server and in
+`LLM`: those of vLLM's front end in Rust and of clients of the engine core. Options that our front end has checked carry
+a tenant in bytes, which JSON cannot hold."""
 
 import copy
 import logging
@@ -31,14 +28,14 @@ RUST = (
 
 
 class EngineOptions(OptionsResolver):
-    """Resolves options that bypassed the front end. The engine has no tokenizer for them."""
+    """Resolves options that bypassed the front end, without a tokenizer."""
 
     def __init__(self, vllm_config: Any):
         super().__init__(vllm_config.speculative_config, vllm_config.model_config, None)
         self._logged = set[str]()
 
     def options_of(self, params: Any) -> Options:
-        """A request's checked options; none if one of them is refused, which the log says once."""
+        """A request's checked options; empty if one of them is refused, which is logged once."""
         try:
             mine = self.resolved(params)
             return dict(mine.extra_args["specplugins"])
@@ -64,7 +61,7 @@ class EngineOptions(OptionsResolver):
 
 
 def check_front_end(vllm_config: VllmConfig) -> None:
-    """Logs the limits of vLLM's front end in Rust. ConfigError: the port of our metrics is invalid."""
+    """Logs the limits of vLLM's front end in Rust. Raises ConfigError: the port of our metrics is invalid."""
     port_of(vllm_config)
     if envs.VLLM_USE_RUST_FRONTEND and vllm_config.parallel_config._api_process_rank == -1:  # `vllm serve` starts it
         logger.warning(RUST)

@@ -1,8 +1,5 @@
-"""Lets vLLM start an engine on a CPU in a process that has loaded numba or xgrammar.
-
-vLLM searches each object of each loaded module for kernels to replace, and dies of objects that answer to any name,
-`__dict__` too. This leaves out their modules, which hold no kernel of vLLM.
-"""
+"""Lets vLLM start an engine on a CPU in a process that has loaded numba or xgrammar: vLLM searches each object of each
+loaded module for kernels to replace, and fails on objects that answer to any name, `__dict__` too."""
 
 import sys
 import warnings
@@ -15,7 +12,6 @@ from vllm_specplugins.engine.hooks import replaced, wrap
 
 
 def look_into_plain_modules_alone() -> None:
-    """Limits vLLM's search to modules that it can read; once per process."""
     wrap(dispatcher, "_rebind_kernels", _among_plain_modules)
 
 

@@ -10,5 +10,5 @@ def vllm_methods() -> tuple[Any, ...]:
 
 
 def name_in_vllm(method: str) -> str:
-    """The name of our method for vLLM, which must not serve it itself."""
+    """The name of our method for vLLM, with a prefix where vLLM has a method of that name and would serve it itself."""
     return f"specplugins_{method}" if method in vllm_methods() else method

@@ -1,8 +1,5 @@
-"""Checks of a request's options by custom proposers, in the process in which requests arrive.
-
-A check is a user's code on a client's data: it runs in a thread, and one that does not return costs its request a
-budget of time, and no other request any tokens.
-"""
+"""Checks of a request's options by custom proposers, where requests arrive. A check is a user's code on a client's
+data: it runs in a thread, and one that hangs costs its request a budget of time and delays no other request."""
 
 import asyncio
 import logging
@@ -21,12 +18,7 @@ MAX_ABANDONED = 8  # checks that have not returned; each still takes turns of th
 
 
 class OptionChecks:
-    """Runs `check_options` of proposers.
-
-    Args:
-        checks: each raises if it refuses a request's options.
-        budget_ms: limit for all checks of a request.
-    """
+    """Runs `check_options` of proposers, which raise to refuse options, for at most `budget_ms` ms a request."""
 
     def __init__(self, checks: Sequence[OptionCheck], budget_ms: float):
         self._checks = checks
@@ -39,7 +31,7 @@ class OptionChecks:
 
     @property
     def are_stuck(self) -> bool:
-        """Whether too many earlier checks have not returned."""
+        """Whether MAX_ABANDONED earlier checks have not returned."""
         self._abandoned = [check for check in self._abandoned if not check.done()]
         return len(self._abandoned) >= MAX_ABANDONED
 

@@ -37,7 +37,7 @@ class Resolved(dict[str, Any]):
 
 
 def sealed(core_request: Any) -> Any:
-    """The request with options that the engine recognises as checked; see entrances.py."""
+    """The request with options that the engine recognises as checked (entrances.py)."""
     params = core_request.sampling_params
     if isinstance(options := (getattr(params, "extra_args", None) or {}).get("specplugins"), Resolved):
         params.extra_args = {**params.extra_args, "specplugins": Resolved({**options, TENANT: b""})}
@@ -54,20 +54,14 @@ def request_options(sampling_params: Any) -> Options:
 
 
 def length_limit(params: Any, prompt_len: int, max_model_len: int) -> int:
-    """The largest number of tokens that a request may have, its prompt and its output together.
-
-    Args:
-        params: SamplingParams or the like; `max_tokens` may be missing.
-    """
+    """The largest number of tokens of a request, its prompt and its output together; `max_tokens` may be missing."""
     max_tokens = getattr(params, "max_tokens", None)
     return max_model_len if max_tokens is None else min(max_model_len, prompt_len + max_tokens)
 
 
 class OptionsResolver:
-    """Resolves the options of requests, in the process in which they arrive.
-
-    It copies the tokenizer, since vLLM's threads use the original, before the first request: copying may take a while.
-    """
+    """Resolves the options of requests where they arrive. It copies the tokenizer, since vLLM's threads use the
+    original, before the first request: copying may take a while."""
 
     def __init__(self, speculative_config: Any, model_config: Any, tokenizer: Any):
         config = speculative_config.plugin_config
@@ -80,7 +74,7 @@ class OptionsResolver:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
-        """`resolved_beside` for a caller without an event loop, or one that waits in it."""
+        """Calls `resolved_beside` for a caller without an event loop, or one that waits in it."""
         if not _is_raw(params):
             return params
         if self._loop is None:
@@ -89,13 +83,9 @@ class OptionsResolver:
         return asyncio.run_coroutine_threadsafe(self.resolved_beside(params), self._loop).result()
 
     async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with resolved options; the same object if there is nothing to resolve.
-
-        Other threads tokenise texts and ask custom proposers, so that the event loop goes on streaming.
-
-        Raises:
-            VLLMValidationError: an option is not allowed; the front end answers 400.
-        """
+        """The parameters with resolved options; the same object if there is nothing to resolve. Other threads tokenise
+        texts and ask custom proposers, so that the event loop goes on streaming. Raises VLLMValidationError: an option
+        is not allowed; the front end answers 400."""
         if not _is_raw(params):
             return params
         try:
@@ -150,10 +140,7 @@ def _is_raw(params: Any) -> bool:
 
 
 def check_requests() -> None:
-    """Has vLLM resolve the options of every request where requests arrive; once per process.
-
-    Calls without a configuration of ours go to vLLM unchanged.
-    """
+    """Makes vLLM resolve requests' options on arrival, once per process; other configurations are unaffected."""
     wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
     wrap(InputProcessor, "__init__", _with_resolver)
     wrap(InputProcessor, "process_inputs", _with_resolved)
@@ -161,7 +148,7 @@ def check_requests() -> None:
 
 
 def _with_every_parameter(original: Any, self: SamplingParams, speculative_config: Any) -> None:
-    """vLLM refuses min_p and logit_bias where there is speculation; our verification honours them."""
+    """vLLM refuses min_p and logit_bias with speculation; our verification honours them."""
     config = getattr(speculative_config, "plugin_config", None)
     if config is not None and config.common.verification == "fused":
         self = copy.copy(self)

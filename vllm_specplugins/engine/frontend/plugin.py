@@ -1,8 +1,5 @@
-"""The entry point: lets vLLM's `--speculative-config` name our methods.
-
-Loading the plugin wraps two methods of `EngineArgs`, which pass calls that name no method of ours to vLLM unchanged.
-All other changes follow such a call; vllm_api/replaced.toml lists them.
-"""
+"""The entry point: lets vLLM's `--speculative-config` name our methods. It wraps two methods of `EngineArgs`, which
+pass calls with other methods to vLLM unchanged; all other changes (vllm_api/replaced.toml) follow a call with ours."""
 
 import logging
 import os
@@ -38,11 +35,8 @@ def install() -> None:
 
 
 def requested(args: Any) -> dict[str, Any] | None:
-    """The `speculative_config` of EngineArgs, with --spec-* flags, if it names a method of ours.
-
-    Raises:
-        ConfigError: neither we nor vLLM know the method, or a key is given twice.
-    """
+    """The `speculative_config` of EngineArgs, with --spec-* flags, if it names a method of ours, else None. Raises
+    ConfigError: neither we nor vLLM know the method, or a key is given twice."""
     raw = args.speculative_config
     if raw is not None and not isinstance(raw, Mapping):
         return None
@@ -112,7 +106,6 @@ def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's configuration with our method, worker and scheduler."""
     from vllm_specplugins.engine.frontend import entrances, scheduling, spec_config, trees
 
     scheduling.give_time(config)

@@ -32,11 +32,8 @@ def _with_prediction(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def text_of(prediction: Any, limits: Limits) -> str:
-    """The text of `{"type": "content", "content": ...}`, which is a text or a list of text parts.
-
-    Raises:
-        ConfigError: it is something else, or longer than a reference may be.
-    """
+    """The text of `{"type": "content", "content": ...}`, where the content is a text or a list of text parts. Raises
+    ConfigError: the prediction is something else, or longer than a reference may be."""
     is_content = isinstance(prediction, dict) and prediction.get("type") == "content"
     content = prediction.get("content") if is_content else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,8 +1,5 @@
-"""A queue of texts that one thread tokenises piece by piece, short texts first.
-
-A client's long text delays its answer, and other clients' by at most one piece. A text that has waited for a time in
-proportion to its length goes before shorter ones.
-"""
+"""A queue of texts that one thread tokenises piece by piece, short texts first, so that a long text delays a short one
+by one piece or less. A text that has waited for a time in proportion to its length goes before shorter ones."""
 
 import itertools
 import queue
@@ -38,11 +35,7 @@ def _begins_word(text: str, place: int) -> bool:
 
 
 class PriorityExecutor:
-    """Does work in a daemon thread.
-
-    Args:
-        clock: seconds.
-    """
+    """Does work in a daemon thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._waiting: queue.PriorityQueue[tuple[float, int, Work[Any], Future[Any]]] = queue.PriorityQueue()

@@ -27,11 +27,9 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
 
 
 def fitting(vllm_config: Any) -> SpecConfig | None:
-    """A copy with a shorter K, if a step may not schedule 1 + K tokens; None: K fits. ConfigError: no K, or tree, fits.
-
-    Without a table of lengths vLLM pads a prompt that is cached but for a token to 1 + K tokens. It never schedules
-    the prompt if that exceeds the budget of a step, and dies if it exceeds the threshold of long prompts.
-    """
+    """A copy with a shorter K if a step may not schedule 1 + K tokens, None if K fits. Without a table of lengths vLLM
+    pads a prompt that is cached but for a token to 1 + K tokens: it never schedules more than the budget of a step, and
+    dies of more than the threshold of long prompts. Raises ConfigError: no K fits, or drafts are trees."""
     scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
     config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
     if has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING):
@@ -57,7 +55,7 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
 
 
 def give_time(config: SpecConfig) -> None:
-    """Gives engines that save a file time to end: with `--shutdown-timeout` 0, its default, vLLM's servers kill them at
+    """Gives engines that save a file time to end: with `--shutdown-timeout` 0, the default, vLLM's servers kill them at
     a signal, except on ROCm."""
     from vllm.v1.engine import utils
 

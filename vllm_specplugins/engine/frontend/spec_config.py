@@ -53,11 +53,8 @@ WORKERS = {
 
 @vllm_dataclass
 class PluginSpeculativeConfig(SpeculativeConfig):
-    """A method of ours as vLLM sees it: a speculative method without a model.
-
-    A cascade with a proposer built into vLLM looks like that proposer, so that all of vLLM (memory, KV cache,
-    lookahead slots, hidden states of the target) prepares for it.
-    """
+    """A method of ours as vLLM sees it: a speculative method without a model. A cascade with a proposer built into vLLM
+    looks like that proposer, so that all of vLLM (memory, KV cache, lookahead slots, hidden states) prepares for it."""
 
     method: str | None = None
     plugin_config: SkipValidation[Any] = None
@@ -78,7 +75,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def built_in_tokens(self) -> int:
-        """K of this stage."""
+        """K of the stage that is built into vLLM."""
         length = self.built_in and self.built_in.num_speculative_tokens
         return length or self.num_speculative_tokens
 
@@ -98,7 +95,6 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def reads_history(self) -> bool:
-        """Whether the method reads the requests' tokens, on the device if it drafts there."""
         return reads_history(self.plugin_config)
 
     def use_ngram(self) -> bool:
@@ -123,7 +119,7 @@ class PluginVllmConfig(VllmConfig):
 def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> PluginSpeculativeConfig:
-    """vLLM's view of a configuration of ours. ConfigError: vLLM refuses the stage that is built into it."""
+    """vLLM's view of a configuration of ours. Raises ConfigError: vLLM refuses the stage that is built into it."""
     if not config.says_length:
         config = _with_length_for(config, target_model_config)
     config = config.with_stages(map(_with_heads, config.stages)) if config.stages else config
@@ -171,7 +167,6 @@ def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
 
 
 def _with_heads(stage: StageConfig) -> StageConfig:
-    """Sets the default K of a stage of Medusa: its number of heads."""
     heads = getattr(stage.method_config, "heads", None)
     return (
         stage if stage.num_speculative_tokens or not heads else replace(stage, num_speculative_tokens=num_heads(heads))
@@ -187,7 +182,6 @@ def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy without the stage that is built into vLLM."""
     alone = copy.copy(vllm_config)
     alone.speculative_config = copy.copy(vllm_config.speculative_config)
     alone.speculative_config.draft_model_config = vllm_config.speculative_config.target_model_config
@@ -205,14 +199,8 @@ def _first_sentence(error: Exception) -> str:
 
 
 def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
-    """Puts our worker, the plan and our scheduler into a configuration that vLLM has finished.
-
-    Args:
-        async_scheduling: the user's.
-
-    Raises:
-        ConfigError: the method cannot run with this engine.
-    """
+    """Puts our worker, the plan and our scheduler into a configuration that vLLM has finished; `async_scheduling` is
+    the user's. Raises ConfigError: the method cannot run with this engine."""
     speculative_config = vllm_config.speculative_config
     method = speculative_config.plugin_config.method
     if current_platform.is_cpu() and has_state(vllm_config.model_config):

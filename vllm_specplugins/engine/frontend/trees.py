@@ -12,16 +12,11 @@ _NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # vLLM's name for v2/trees/attention.py,
 
 
 def register() -> None:
-    """Registers the attention backend in this process."""
     register_backend(AttentionBackendEnum[_NAME], "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend")
 
 
 def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
-    """Fields of EngineArgs that choose the attention of trees.
-
-    Raises:
-        ConfigError: the user asks for another backend than its base.
-    """
+    """EngineArgs fields that choose the attention of trees. Raises ConfigError: the user asks for another backend."""
     if not config.tree:
         return {}
     asked = [engine_args.attention_backend, getattr(engine_args.attention_config, "backend", None)]

@@ -1,4 +1,4 @@
-"""What speculation would run on in this process, without starting an engine; for `doctor`."""
+"""Diagnoses an installation, a device and a configuration without starting an engine; for `doctor`."""
 
 import os
 import platform
@@ -122,7 +122,6 @@ def _memory() -> Finding:
 
 
 def _seams() -> Iterator[Finding]:
-    """Names of vLLM that we touch, and those that are not there."""
     problems = compat.probe_installed()
     for problem in problems:
         yield Finding("seam", f"{problem}; vLLM would serve without speculation", PROBLEM)
@@ -133,7 +132,6 @@ def _seams() -> Iterator[Finding]:
 
 
 def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
-    """Whether the plugin would take the configuration, or vLLM one of its methods, and advice on it."""
     from vllm.config.speculative import SpeculativeConfig
 
     name, arguments = asked.get("method"), {"spec_method": None, "spec_model": None, "spec_tokens": None}

@@ -1,10 +1,7 @@
 """A forced log: engines emit exactly the tokens of a log, so that any traffic can be timed without its model's weights.
-
-`ForcedLog` is vLLM's `worker_extension_cls`: after the engine has started, `collective_rpc("specplugins_force")` hands
-it the log. While a step samples, it writes one large value into each row of the target's logits, at the token of the
-log. All methods, vLLM's and ours, then verify their drafts at temperature 0 with the kernels, shapes and host times of
-real serving. Tokens of the log replace the drafts of vLLM's drafter where the log holds their accepted lengths.
-"""
+While a step samples, `ForcedLog` (vLLM's `worker_extension_cls`) writes one large value into each row of the target's
+logits, at the token of the log. All methods, vLLM's and ours, then verify their drafts at temperature 0 with the
+kernels, shapes and host times of real serving."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,8 +23,8 @@ class ForcedLog:
     use_v2_model_runner: bool
 
     def specplugins_force(self, outputs: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]] | None) -> None:
-        """Makes requests emit their row of the log from now on; at each position as many tokens of vLLM's drafter as
-        `accepted`, if given, holds are right."""
+        """Makes requests emit their rows of the log from now on. `accepted`, if given, holds for each position how many
+        tokens of vLLM's drafter are right."""
         log = _Log(outputs, accepted, self.model_runner.device)
         kind = _OnV2 if self.use_v2_model_runner else _OnV1
         kind(self.model_runner, log)
@@ -56,13 +53,12 @@ class _Log:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """[rows, longest + 1] int64; the last value of a row repeats, and a row without any holds zeros."""
     length = max(map(len, rows)) + 1
     return np.array([[*row, *[row[-1] if row else 0] * (length - len(row))] for row in rows], np.int64)
 
 
 class _OnV1:
-    """Model Runner V1, whose batch stands on the host."""
+    """Model Runner V1, which holds its batch on the host."""
 
     def __init__(self, runner: Any, log: _Log):
         self._runner, self._log = runner, log
@@ -83,7 +79,7 @@ class _OnV1:
 
 
 class _OnV2:
-    """Model Runner V2: rows and positions are on the device, and valid after drafts are trimmed there."""
+    """Model Runner V2: rows and positions are on the device, and stay valid where drafts are trimmed there."""
 
     def __init__(self, runner: Any, log: _Log):
         self._runner, self._log, self._batch = runner, log, None
@@ -120,7 +116,6 @@ class _OnV2:
         return logits
 
     def _replace_drafts(self, speculator: Any) -> None:
-        """Of vLLM's drafter alone, or as the stage of a cascade, before ours reads them."""
         if not hasattr(speculator, "specplugins"):
             wrap(speculator, "propose", self._propose)
             return

@@ -24,11 +24,8 @@ ENGINE_BYTES = 3 * GIB // 2  # that an engine takes of a CPU's memory, beside we
 
 
 class EngineProcess:
-    """A process and a pipe to it, for a `with` block; its output goes to `log`, and errors begin with `blame`.
-
-    It calls `work` with its end of the pipe and the arguments, which receives messages, None at the end, and sends
-    anything but a string.
-    """
+    """A process and a pipe to it, for a `with` block; its output goes to `log`, and errors begin with `blame`. It calls
+    `work` with its end of the pipe and the arguments; `work` receives messages, None at last, and sends no strings."""
 
     def __init__(self, log: Path, blame: str, work: Callable[..., None], *arguments: Any):
         self._log, self._blame = log, blame
@@ -61,7 +58,6 @@ class EngineProcess:
             self._pipe.send(message)
 
     def ask(self, message: Any) -> Any:
-        """Sends, and waits for the answer; see receive."""
         self.send(message)
         return self.receive()
 
@@ -87,13 +83,12 @@ def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any
 
 
 def kv_cache_gib(otherwise: int) -> int:
-    """GiB of a CPU's KV cache, as vLLM's variable says."""
     asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     return int(asked) if asked.isdecimal() else otherwise
 
 
 def memory() -> tuple[int, int]:
-    """Free bytes and all bytes: of the GPU, or of the machine where there is none."""
+    """Free bytes and all bytes of the GPU, or of the machine where there is none."""
     import torch
 
     if torch.cuda.is_available():
@@ -105,7 +100,7 @@ def memory() -> tuple[int, int]:
 
 
 def fit_together(model: str, num_engines: int) -> bool:
-    """Whether `num_engines` engines of a model may be up together; on a GPU they share its memory."""
+    """Whether `num_engines` engines of a model fit into a CPU's memory; on a GPU they share its memory."""
     import torch
 
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
@@ -126,7 +121,6 @@ def faults(llm: Any) -> dict[str, int]:
 
 
 def _run(pipe: Connection, log: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """The process: works, or sends a sentence on its failure."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

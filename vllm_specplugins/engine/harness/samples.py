@@ -44,11 +44,7 @@ Draw = Callable[[Sequence[Request]], Drawn]
 
 
 def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
-    """Serves all requests at once, with an engine of this process.
-
-    Raises:
-        Exception: a step of the engine failed; it serves nothing any more.
-    """
+    """Serves all requests at once in this process; raises if a step fails, after which the engine serves nothing."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -70,8 +66,7 @@ def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
 def sampling_engine(
     blame: str, log: Path, model: Path | str, speculative_config: Any = None, settings: Mapping[str, Any] = SETTINGS
 ) -> Iterator[Draw]:
-    """`draw` of an engine in another process, with `settings` of `vllm.LLM`; it raises ConfigError, which begins with
-    `blame`, if the engine failed."""
+    """Runs `draw` in another process; it raises ConfigError, which begins with `blame`, if the engine failed."""
     with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config) as process:
         process.receive()
         yield process.ask

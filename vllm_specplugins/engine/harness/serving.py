@@ -1,8 +1,6 @@
-"""Engines that serve traffic, many requests at a time, and are timed step by step; for `bench`.
-
-Each has a process. On a CPU they run in slices of time, and a clock stands still while others run: a disturbance of the
-machine that lasts longer than a moment then disturbs all of them alike.
-"""
+"""Engines that serve traffic, many requests at a time, and are timed step by step; for `bench`. Each has a process. On
+a CPU they run in slices of time, and a clock stands still while others run: a disturbance of the machine that lasts
+longer than a moment then disturbs all of them alike."""
 
 import math
 import os
@@ -38,8 +36,8 @@ def serving_engine(
     log: Path,
     forced: Forced | None = None,
 ) -> EngineProcess:
-    """An engine of a method, with arguments of `vllm.LLM`. First it sends its Machine. After Traffic, it answers each
-    GO_ON: with a Turn when all is served, else with the number of tokens so far."""
+    """An engine of a method, which first sends its Machine. After Traffic it answers each GO_ON with the number of
+    tokens so far, or with a Turn when all is served."""
     blame = f"{name} must be a method that vLLM can serve this model with"
     return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config, forced)
 
@@ -47,8 +45,7 @@ def serving_engine(
 def serve_rounds(
     engines: Mapping[str, EngineProcess], rounds: Sequence[Traffic], advance: Callable[[], object]
 ) -> dict[str, list[Turn]]:
-    """The turns of each engine, by method. In a round all serve the same traffic side by side; the first one warms up.
-    `advance` is called after each round."""
+    """Turns by method. In a round all engines serve the same traffic side by side; the first round warms up."""
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
     names = list(engines)
     for index, traffic in enumerate(rounds):
@@ -60,7 +57,7 @@ def serve_rounds(
 
 
 def serve_round(engines: Mapping[str, EngineProcess], traffic: Traffic) -> dict[str, Turn]:
-    """One turn of each engine; the one with the fewest tokens goes on."""
+    """One turn of each engine; the engine with the fewest tokens goes on."""
     turns: dict[str, Turn] = {}
     num_tokens = dict.fromkeys(engines, 0)
     for engine in engines.values():
@@ -112,7 +109,7 @@ def _processor_name() -> str:
 
 
 class _Clock:
-    """Time without that of the other engines' slices; `tell`, if any, tells it to our workers."""
+    """Counts time without the slices of other engines, and passes its pauses to our workers by `tell`, if given."""
 
     def __init__(self, pipe: Connection, slice_s: float, tell: Callable[..., object] | None):
         self._pipe, self._slice_s, self._tell = pipe, slice_s, tell
@@ -122,7 +119,6 @@ class _Clock:
         return time.perf_counter() - self._paused_s
 
     def wait(self) -> None:
-        """Stands still until this engine may go on."""
         start = self.now()
         if self._pipe.recv() is None:
             raise SystemExit  # in the midst of traffic
@@ -139,7 +135,7 @@ class _Clock:
 
 
 class _Steps:
-    """Steps of an engine without a prefill (see Turn), each timed from the end of the step before."""
+    """Times the steps of an engine without a prefill (see Turn), each from the end of the step before."""
 
     def __init__(self, llm: Any, clock: _Clock):
         self._clock, self._ended, self._steps = clock, math.nan, list[tuple[int, float]]()

@@ -7,8 +7,6 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Requests of one kind."""
-
     prompts: Sequence[Sequence[int]]  # token ids
     temperature: float
     max_tokens: int | Sequence[int]  # length limit of all outputs, or of each
@@ -45,8 +43,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A record of an engine that served some traffic."""
-
     seconds: float  # from the first arrival to the last token
     answers: list[Answer]  # in the order of the prompts
     cpu_seconds: float = 0.0  # CPU time of the engine's thread, which on a CPU runs the model, too
@@ -58,7 +54,7 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompts included."""
+        """Output tokens per second, the time of prompts included."""
         return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
 
     @property
@@ -68,12 +64,12 @@ class Turn:
 
     @property
     def num_decoded(self) -> int:
-        """Tokens of these steps."""
+        """Tokens of `num_steps` steps."""
         return sum(len(answer.token_ids) - answer.num_first for answer in self.answers)
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean of these steps; 1 where all outputs ended with their first token."""
+        """Mean tokens of these steps; 1 where all outputs ended with their first token."""
         return self.num_decoded / self.num_steps if self.num_steps else 1.0
 
     @property

@@ -1,9 +1,6 @@
-"""Checks every vLLM name that we replace, override or read, before a method of ours runs.
-
-replaced.toml states the reasons for replacements. vllm_names.json lists all names, with the parameters of functions;
-tests/engine/vllm_names.py generates it from our sources and vLLM's. The check parses vLLM's source and imports nothing
-of it, so it also works on an unpacked wheel of another version.
-"""
+"""Checks every vLLM name that we replace, override or read, before a method of ours runs. vllm_names.json lists the
+names, with the parameters of functions (tests/engine/vllm_names.py generates it); replaced.toml states the reasons for
+replacements. The check parses vLLM's source and imports nothing of it, so it also works on an unpacked wheel."""
 
 import ast
 import json
@@ -21,8 +18,6 @@ RECORDS_FILE = Path(__file__).with_name("replaced.toml")
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Names of vLLM that we replace: how, in which file, why, and until when."""
-
     kind: str
     file: str
     names: list[str]
@@ -33,7 +28,6 @@ class Replaced:
 
 @cache
 def replaced() -> tuple[Replaced, ...]:
-    """The records of replaced.toml."""
     defaults = tomllib.loads(RECORDS_FILE.read_text())
     records = []
     for record in defaults.pop("record"):
@@ -99,7 +93,6 @@ def _binding(nodes: Iterator[ast.AST], name: str) -> ast.AST | None:
 
 
 def parameters_of(node: ast.AST) -> str | None:
-    """The names of a function's parameters; None for other nodes."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     arguments = node.args

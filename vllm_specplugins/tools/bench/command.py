@@ -56,7 +56,7 @@ def measure(
     bars: Progress,
     together: bool,
 ) -> Report:
-    """Serves all cells with methods, no speculation first. The engines take turns together, or serve one by one."""
+    """Serves all cells with all methods, no speculation first; the engines take turns together, or serve one by one."""
     groups = [configs] if together else [{name: config} for name, config in configs.items()]
     arguments, turns = engine_arguments(args, len(groups[0]), workloads), Turns()
     cells = [
@@ -90,8 +90,8 @@ def measure(
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: Turns) -> list[Traffic]:
-    """The traffic of a warm-up and of each round. Each has a tenant, and prompts that no other round has, but for logs;
-    `turns` of no speculation say how much traffic it can serve, for a cell with a rate."""
+    """The traffic of a warm-up and of each round, each with a tenant, and with prompts that no other round has unless
+    it is a log. For a cell with a rate, `turns` of no speculation say how much traffic it can serve."""
     rounds, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
@@ -131,8 +131,8 @@ def num_prompts(args: argparse.Namespace) -> int:
 
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for engines that are up together; those of the user come last.
-    Raises ConfigError: a prompt and its output do not fit into the model's context."""
+    """Arguments of `vllm.LLM`, the user's last. Raises ConfigError: a prompt and its output exceed the context
+    length."""
     longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
     context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
     if longest + args.tokens > context:

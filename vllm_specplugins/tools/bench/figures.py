@@ -1,8 +1,6 @@
-"""Figures of a benchmark: medians and ranges over rounds, each round relative to no speculation in the same round.
-
-A ratio is one of tokens per second. For decoding alone, without the time to the first token of each request,
-ratio = tokens per step / step cost, and no speculation has 1 for both.
-"""
+"""Figures of a benchmark: medians and ranges over rounds of ratios, which are tokens per second relative to no
+speculation in the same round. For decoding alone, without the time to the first token of each request, ratio = tokens
+per step / step cost, and no speculation has 1 for both."""
 
 import math
 import statistics
@@ -33,7 +31,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values), tuple(values))
 
     @property
@@ -41,10 +38,8 @@ class Spread:
         return self.high - self.low > WIDE * self.median
 
     def interval(self, other: Self | None = None) -> tuple[float, float]:
-        """95 % interval of the geometric mean of the rounds, which `other`, if given, divides round by round.
-
-        The logarithms have Student's t distribution; its quantile is the expansion of Cornish and Fisher in 1 / n.
-        """
+        """95 % interval of the geometric mean of the rounds, which `other`, if given, divides round by round. The
+        logarithms have Student's t distribution; its quantile is the expansion of Cornish and Fisher in 1 / n."""
         divisors = other.rounds if other else (1.0,) * len(self.rounds)
         logs = np.log(self.rounds) - np.log(divisors)
         n = len(logs) - 1
@@ -108,13 +103,9 @@ def rows_of(
     has_cpu_clock: bool = False,
     log: Sequence[Sequence[int]] | None = None,
 ) -> list[Row]:
-    """The rows of a cell, from turns by method, no speculation first, each with a warm-up.
-
-    Args:
-        has_cpu_clock: the model runs in the engine's thread, on a CPU. The CPU time of that thread then replaces wall
-            time where other load on the machine makes a range of the cell wide.
-        log: outputs that the engines were forced to emit; None: outputs are compared with no speculation's.
-    """
+    """The rows of a cell, from turns by method, no speculation first, each with a warm-up. With `has_cpu_clock` (the
+    model runs in the engine's thread, on a CPU) the CPU time of that thread replaces wall time where other load makes a
+    range wide. Outputs are compared with the `log` that engines were forced to emit, or else with no speculation's."""
     plain = next(iter(turns.values()))
     for clock in ("wall", "cpu"):
         rows = [_row(cell, name, measured[1:], plain[1:], clock, log) for name, measured in turns.items()]

@@ -1,8 +1,6 @@
-"""Text that is on every machine: the Python standard library, split by file, and edit tasks that are made from it.
-
-Files whose path hashes to 0 modulo 40 are held out: the demo model is trained on the others, and its prompts are made
-of these. An edit task asks for a copy of some code with one identifier renamed (or none), in a fixed plain format.
-"""
+"""Text that is on every machine: the Python standard library, and edit tasks made from it, which ask for a copy of some
+code with one identifier renamed, or none. The demo model is trained on the files that are not held out, and its prompts
+are made of those that are."""
 
 import ast
 import hashlib

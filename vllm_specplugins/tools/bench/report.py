@@ -50,7 +50,6 @@ class Report:
         return may_differ or not any(row.num_different for row in self.rows)
 
     def verdict(self) -> tuple[str, Config | None]:
-        """The method to serve with, in words, and its configuration if there is advice."""
         if self.is_lossless:
             return verdict([row for row in self.rows if not row.cell.rate], self.configs)
         if self.conditions["forced"]:
@@ -58,7 +57,6 @@ class Report:
         return "Speculation changed an output, which it must not in float32.", None
 
     def notes(self) -> Iterator[str]:
-        """Reasons for doubt, and the conditions of the run."""
         yield FRESH
         if names := self.conditions["keeps"]:
             yield f"But in {', '.join(names)}: a method knows the outputs of earlier rounds."
@@ -75,11 +73,9 @@ class Report:
 
 
 def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
-    """The method to serve with, in words, and its configuration; None for no speculation, or without certainty.
-
-    Rounds are pairs: all methods serve the same prompts in turns. A method is recommended where the 95 % interval of
-    its ratio to no speculation is above 1, and its median pays.
-    """
+    """The method to serve with, in words, and its configuration; None for no speculation, or without certainty. A
+    method is recommended where the 95 % interval of its ratio to no speculation, over rounds in which both serve the
+    same prompts, is above 1, and its median pays."""
     by_method = {name: [row for row in rows if row.method == name] for name in configs}
     gains = {name: mean_ratio(its) for name, its in by_method.items()}
     best = max(list(gains)[1:], key=lambda name: gains[name].median)

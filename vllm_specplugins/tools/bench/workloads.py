@@ -1,8 +1,5 @@
-"""The prompts of a benchmark: tasks of this package, text that is on every machine, the files of the user, or a log.
-
-With a log (`bench --trace`) all engines are forced to emit its outputs, at the kernels, shapes and host times of real
-serving, so that any traffic can be timed on any machine; neither the model's weights nor exact arithmetic matter.
-"""
+"""The prompts of a benchmark: tasks of this package, text that is on every machine, the files of the user, or a log
+(`bench --trace`), the outputs of which all engines are forced to emit (engine/harness/forced.py)."""
 
 import argparse
 import random
@@ -41,7 +38,7 @@ class Workload:
         return [self.prompts[index % len(self.prompts)] for index in range(start, start + count)]
 
     def is_short(self, count: int) -> bool:
-        """Whether some of `count` prompts come again although they should not."""
+        """Whether some of `count` prompts repeat although they should not."""
         return not (self.repeats or self.log) and len(self.prompts) < count
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
@@ -65,8 +62,8 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
 
 
 def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> list[Workload]:
-    """The workloads of a file: one for each `task` of its rows and each task of Spec-Bench's questions, or one in all;
-    of each the first `count` prompts. A text is cut into prompts of `num_tokens`."""
+    """The workloads of a file, one for each `task` of its rows and each task of Spec-Bench's questions, or one in all,
+    with the first `count` prompts of each. A text is cut into prompts of `num_tokens`."""
     by_task: dict[str, list[list[int]]] = {}
     for sample in samples([file], lambda: tokenizer, len(tokenizer)):
         prompts = by_task.setdefault(_task(sample.row) or file.stem, [])
@@ -89,13 +86,11 @@ def _task(row: Mapping[str, Any]) -> str | None:
 
 
 def _code(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    """Beginnings of files, and of their longer functions and classes."""
     texts = (tokenizer(text)["input_ids"] for text in _texts(rng, 20, 200))
     return (ids[:num_tokens] for ids in texts if len(ids) > num_tokens)
 
 
 def _copy(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    """Edit tasks, whose answers stand in the prompt for the greater part."""
     texts = (tokenizer(edit_prompt(text, rng))["input_ids"] for text in _texts(rng, 10, 60))
     return (ids for ids in texts if len(ids) <= 2 * num_tokens)
 
@@ -116,7 +111,7 @@ GENERATED: dict[str, Callable[[Any, int, random.Random], Iterator[list[int]]]] =
 
 
 def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:
-    """Functions and classes of held-out files, one of each file in turn, until there are no more."""
+    """Functions and classes of held-out files, one of each file in turn."""
     files = [list(snippets(text, min_lines, max_lines)) for source, text in library_files() if is_held_out(source)]
     for texts in files:
         rng.shuffle(texts)
@@ -126,8 +121,8 @@ def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:
 
 
 def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> Workload:
-    """The requests of a log, with the outputs that engines are forced to emit.
-    Raises ConfigError: a method, a temperature or a log that cannot be forced."""
+    """The requests of a log, with the outputs that engines are forced to emit. Raises ConfigError: a method, a
+    temperature or a log that cannot be forced."""
     _check_forced(args, configs)
     vocab_size, count, rows = load_config(args.model).vocab_size, max(args.prompts, *args.batch), []
     for sample in islice((sample for sample in answered([args.trace], _no_tokenizer) if sample.prompt), count):

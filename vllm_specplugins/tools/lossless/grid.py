@@ -127,7 +127,6 @@ def mixed(cells: list[Cell]) -> Cell:
 
 
 def make_prompts(seed: int, count: int) -> list[list[int]]:
-    """Random prompts in which tokens come up again, of different lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(VOCAB_SIZE, size=6 + 3 * (index % 4)).tolist() for index in range(count)]
 

@@ -1,9 +1,7 @@
-"""A tiny Llama with random weights, and the exact distribution of its first tokens under sampling parameters.
-
-The first of its two layers is a fair guess at both. Its distributions are far from uniform and differ from one context
-to the next, so that wrong sampling shows. All outcomes are enumerated; the parameters are applied in float64, plainly
-and in vLLM's order. R: rows, V: vocab_size, t: tokens of an outcome.
-"""
+"""A tiny Llama with random weights, and the exact distribution of its first tokens under sampling parameters. The first
+of its two layers is a fair guess at both; its distributions are far from uniform and differ between contexts, so that
+wrong sampling shows. All outcomes are enumerated; the parameters are applied in float64 and in vLLM's order. R: rows,
+V: vocab_size, t: tokens of an outcome."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -93,11 +91,8 @@ class ExactModel:
         self._logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def joint(self, prompt: Sequence[int], params: Params, slack: float = 0.0) -> NDArray[np.float64]:
-        """[V] * t: probability of each outcome, in which a stop token repeats to the end.
-
-        Args:
-            slack: a token that misses a cut (min-p, top-k, top-p) by this share or less is left in.
-        """
+        """[V] * t: probability of each outcome, in which a stop token repeats to the end. A token that misses a cut
+        (min-p, top-k, top-p) by the share `slack` or less is left in."""
         joint = torch.ones((), dtype=torch.float64)
         for length, logits in enumerate(self._prefix_logits(tuple(prompt))):
             prefixes = self._prefixes(length)

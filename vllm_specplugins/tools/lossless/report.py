@@ -1,8 +1,5 @@
-"""The verdict of a verification, from counts of outcomes and their probabilities: a table and JSON.
-
-An outcome is t tokens; counts and probabilities are arrays [V] * t (V: vocab_size), one for each group of samples from
-one distribution. Knows nothing of engines.
-"""
+"""The verdict of a verification, as a table and JSON, from counts of outcomes and their probabilities: arrays [V] * t
+(V: vocab_size, t: tokens of an outcome), one for each group of samples from one distribution."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -39,10 +36,7 @@ class ChiSquared:
 
 
 def chi_squared(groups: Sequence[tuple[Counts, Floats, Floats]]) -> ChiSquared:
-    """Tests the counts of all groups together.
-
-    Args:
-        groups: counts, probabilities, and probabilities that are 0 for impossible outcomes alone, for each group.
+    """Tests together all groups: counts, probabilities, and probabilities that are 0 for impossible outcomes alone.
 
     >>> probs = np.array([0.5, 0.3, 0.2])
     >>> chi_squared([(np.array([55, 28, 17]), probs, probs)])
@@ -60,11 +54,9 @@ def chi_squared(groups: Sequence[tuple[Counts, Floats, Floats]]) -> ChiSquared:
 
 
 def merge(counts: Counts, expected: Floats) -> tuple[Floats, Floats]:
-    """Observed and expected counts of cells, each with an expected count of LEAST_EXPECTED or more.
-
-    Rare outcomes are merged with those that begin alike, first all that differ in their last token only, and so on: a
-    cell is an outcome, or "begins so, and is none of the others". The rest joins the smallest cell.
-    """
+    """Observed and expected counts of cells, each with an expected count of LEAST_EXPECTED or more. Rare outcomes are
+    merged with those that begin alike, first all that differ in their last token only, and so on; the rest joins the
+    smallest cell."""
     cells: list[Floats] = []  # [2, number of cells]
     rest: Floats = np.stack((counts, expected)).astype(np.float64)
     while True:
@@ -93,12 +85,7 @@ class Judged:
 
 
 class Report:
-    """All judged cells and their verdicts; the first method is no speculation.
-
-    Args:
-        judged: by method.
-        conditions: arguments of the run.
-    """
+    """All judged cells, by method with no speculation first, and their verdicts."""
 
     def __init__(self, judged: list[Judged], conditions: dict[str, Any]):
         self.judged, self.conditions = judged, conditions
@@ -130,7 +117,6 @@ class Report:
         return {"lossless": self.is_lossless, **self.conditions, "versions": packages, "cells": cells}
 
     def show(self) -> None:
-        """Prints a section for each method, and the conclusion."""
         methods = dict.fromkeys(cell.method for cell in self.judged)
         rows = {name: [_row(*pair) for pair in self.pairs if pair[0].method == name] for name in methods}
         show_table(COLUMNS, rows, "sampling parameters")

@@ -1,9 +1,6 @@
 """The methods that a replay compares: proposers that read token ids alone, with and without a gate and with each K, and
-beside them rules of others and an oracle, without a gate.
-
-A log may hold, for each number of output tokens, how many tokens of a drafter's draft the target would have accepted.
-The draft is that many tokens of the output, followed by wrong ones.
-"""
+beside them rules of others and an oracle. A log may hold, for each number of output tokens, how many tokens of a
+drafter's draft the target would have accepted: the draft is that many tokens of the output, then wrong ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -70,7 +67,7 @@ class Drafter:
         return {"method": "cascade", "stages": stages, "num_speculative_tokens": LOOKUP_LENGTH}
 
     def step_ms(self, num_reqs: int, drafts: bool) -> float:
-        """The time of a step; where it only takes in the newest tokens, that is one of K passes."""
+        """ms of a step; where the drafter only takes in the newest tokens, those of one of K passes."""
         return (self.ms + self.token_ms * self.num_draft * num_reqs) / (1 if drafts else self.num_draft)
 
     def draft(self, traffic: Traffic, request_ids: Sequence[str], texts: Sequence[Int32Array]) -> Int32Array:
@@ -96,7 +93,6 @@ class Candidate:
 
     @classmethod
     def ours(cls, method: str, policy: str, config: Config, drafter: Drafter | None = None) -> "Candidate":
-        """A method of this package or a registered one."""
         parsed, num_draft = parse_config(config), int(config["num_speculative_tokens"])
         build = partial(build_proposer, behind_gate(parsed))
         return cls(method, policy, num_draft, build, config, drafter, not make_plan(parsed, Conditions()).on_device)

@@ -31,7 +31,6 @@ from vllm_specplugins.tools.report import check_files
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns 0."""
     if (args.step_ms is None) != (args.token_ms is None):
         raise ConfigError("--step-ms and --token-ms must be given together, not one alone.")
     if args.step_ms is None:
@@ -51,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
         return load_tokenizer(args.tokenizer)
 
     def tokenize(text: str) -> list[int]:
-        """For proposers; without a tokenizer no text has tokens."""
         return list(tokenizer()(text, add_special_tokens=False)["input_ids"]) if args.tokenizer else []
 
     with progress() as bars:
@@ -89,8 +87,7 @@ def play(
     tokenize: Tokenize,
     bars: Progress,
 ) -> list[Row]:
-    """A row for each batch size and candidate, no speculation first. Where the user names no K, K rises as long as the
-    speed does."""
+    """A row for each batch size and candidate, no speculation first. If the user names no K, K rises as speed does."""
     task = bars.add_task("no speculation", total=len(traffic.histories) * len(args.batch) * (1 + len(compared)))
     advance = partial(bars.advance, task)
 

@@ -12,12 +12,8 @@ from vllm_specplugins.config import ConfigError, brief
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Time of a step by the tokens in it. It is linear between measured points; after them it goes on, if it does not
-    fall.
-
-    Args:
-        ms: by tokens verified, in order, those of all requests together; a request without a draft verifies one.
-    """
+    """Time of a step by the tokens in it: linear between measured points; after them it goes on, if it does not fall.
+    `ms` is by tokens verified, in order, those of all requests together; a request without a draft verifies one."""
 
     ms: Mapping[int, float]
     context_ms: float = 0.0  # for each token of context of each request: attention reads its keys and values
@@ -46,12 +42,8 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The time of a step, and the number of requests at a time.
-
-    Args:
-        waits: drafting waits for the device. Else host and device work side by side, and a step takes as long as the
-            slower one.
-    """
+    """The time of a step, and the number of requests at a time. If drafting `waits` for the device, host and device
+    take turns; else they work side by side, and a step takes as long as the slower one."""
 
     costs: CostTable
     batch: int = 1
@@ -60,7 +52,7 @@ class Load:
     waits: bool = False
 
     def step_ms(self, num_reqs: int, num_draft: int, num_context: int) -> float:
-        """As of CostTable, with the host."""
+        """ms of a step, with the host's share (CostTable.step_ms)."""
         ms = self.costs.step_ms(num_reqs, num_draft, num_context)
         host_ms = self.host.step_ms(num_reqs) if self.host else 0.0
         return ms + host_ms if self.waits else max(ms, host_ms)

@@ -23,11 +23,8 @@ LIMITS = Limits(parse_config({"method": "prompt_lookup"}), vocab_size=1 << 31, m
 
 @dataclass(slots=True)
 class Traffic:
-    """Requests by number, in the order of their arrival.
-
-    Args:
-        accepted: by drafter and number of output tokens so far, how many tokens of its draft would be accepted.
-    """
+    """Requests by number, in the order of their arrival. `accepted` holds by drafter and number of output tokens so far
+    how many tokens of its draft would be accepted."""
 
     histories: list[Int32Array] = field(default_factory=list)  # prompt and output of each
     prompt_lengths: list[int] = field(default_factory=list)  # number of tokens of its prompt
@@ -59,22 +56,18 @@ class Traffic:
 
     @property
     def max_model_len(self) -> int:
-        """The smallest context that holds every request."""
         return max(map(len, self.histories), default=0) + 1
 
     @property
     def vocab_size(self) -> int:
-        """A vocabulary for these tokens and those of proposers; no text holds its last one."""
+        """A vocabulary for these tokens and those of proposers; no text holds its last token."""
         return max(LARGE_VOCABULARY, *(2 + int(history.max()) for history in self.histories))
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The requests of a log that are played.
-
-    Args:
-        ids: "even" or "odd" ones of their "id", or their places in the log where they have none; "all": of either kind.
-    """
+    """The requests of a log that are played. `ids` picks "even" or "odd" ones by their "id", or by their places in the
+    log where they have none, or "all"."""
 
     limit: int  # the first ones, at most as many
     ids: str = "all"
@@ -91,8 +84,8 @@ class Chosen:
 def read_traffic(
     files: Sequence[Path], tokenizer: Tokenizer, chosen: Chosen, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The chosen requests of the files (tools/data.py; errors: see answered). A text without a request is played as if
-    its second half answered the first. `advance` is called for every request."""
+    """The chosen requests of the files (tools/data.py; errors: `answered`). A text without a request is played as if
+    its second half answered the first."""
     traffic, place, start_ms = Traffic(), "", 0.0
     every = (sample for number, sample in enumerate(answered(files, tokenizer)) if chosen.allows(number, sample))
     for sample in islice(every, chosen.limit):
@@ -126,7 +119,6 @@ def _is_deep(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def _options(row: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """The options and the tenant of a request, in the form in which the engine hands them to a proposer."""
     options, tenant = row.get("options", {}), row.get("tenant", "")
     if not isinstance(options, dict) or _is_deep(options):
         raise ConfigError(f"must hold a JSON object of at most {DEEPEST} levels as options, not {brief(options)}.")

@@ -53,7 +53,6 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Its file, where there are several, and the number of requests at a time."""
         return f"{self.task}{', ' if self.task else ''}{self.batch} at a time"
 
     @property
@@ -110,8 +109,8 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Candidate | None]:
-    """The candidate with the best geometric mean over the batch sizes, in words with the value for
-    --speculative-config; None where none pays."""
+    """Advice in words, with the value for --speculative-config, and the candidate with the best geometric mean over the
+    batch sizes; None where none pays."""
     by_key = {candidate.key: [row for row in rows if row.key == candidate.key] for candidate in played}
     gains = {key: statistics.geometric_mean(row.speed_up for row in its) for key, its in by_key.items()}
     best = max(played, key=lambda candidate: gains[candidate.key])

@@ -1,9 +1,7 @@
 """A simulated engine: recorded requests in the order of their arrival, several at a time, in steps that take time.
-
-Prompts are free, since they take the same time with any drafts: decoding is counted. A request that arrives while
-others decode takes part from the next step on; that step tells a gate nothing, as in an engine. The recording holds the
-tokens of the target, and a draft is accepted as far as it agrees.
-"""
+Prompts are free, since they take the same time with any drafts. A request that arrives while others decode takes part
+from the next step on; that step tells a gate nothing, as in an engine. The recording holds the target's tokens, and a
+draft is accepted as far as it agrees."""
 
 import time
 from collections import deque
@@ -67,13 +65,12 @@ class Player:
         return fates
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """These requests are over, or preempted: their drafts are lost."""
+        """Drops the drafts of requests that are over or preempted."""
         for number in numbers:
             self._drafts.pop(number, None)
             self._barrier.forget([name_of(number)])
 
     def batch(self, running: Sequence[int]) -> DraftBatch:
-        """The batch of these requests that the proposer sees."""
         options, lengths = [self._recorded.options[number] for number in running], self.lengths
         limits = [
             draft_limit(its, lengths[number], self._max_num_draft, self._max_model_len)
@@ -99,11 +96,8 @@ class Player:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all steps of single requests after their first tokens.
-
-    Args:
-        by_request: tokens emitted by each and its share of the time, by number.
-    """
+    """Sums over all steps of single requests after their first tokens; `by_request` holds for each number its tokens
+    emitted and its share of the time in ms."""
 
     steps: int = 0
     drafts: int = 0  # steps that verified a draft
@@ -116,7 +110,7 @@ class Totals:
     by_request: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float) -> None:
-        """Adds a step of these requests; one whose prompt the step computed emitted nothing."""
+        """Adds a step of these requests; a request emitted nothing in a step that computed its prompt."""
         self.step_ms += step_ms
         self.drafting_ms += drafting_ms
         for number, (drafted, accepted, emitted) in fates.items():
@@ -147,7 +141,7 @@ def simulate(
     drafter: Drafter | None = None,
 ) -> Totals:
     """Plays all of the traffic to the proposer that `build` makes (None: nothing is drafted), which `drafter` may offer
-    its drafts, as a stage does that is built into the engine. `advance` is called whenever a request is over."""
+    its drafts, as a stage does that is built into the engine."""
     engine = _Engine(traffic, num_draft, load, drafter)
     if build is not None:
         context = ProposerContext(
@@ -187,7 +181,7 @@ class _Engine:
         self._player = Player(traffic, num_draft, traffic.max_model_len + num_draft, self)
 
     def step(self, running: Sequence[int]) -> list[int]:
-        """One step of these requests; those that are over with it."""
+        """Runs one step of these requests, and returns those that are over with it."""
         player = self._player
         decoding = [number for number in running if not player.is_new(number)]
         num_draft = sum(map(player.num_drafted, decoding))

@@ -55,7 +55,6 @@ class Trained:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit status."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device must be cpu, not cuda: torch finds no GPU.")
@@ -84,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
-    """The text to train and to score on; ConfigError if there is none, or too little."""
     tokenizer = load_tokenizer(args.model)
     reading = bars.add_task("reading text", total=None)
     if args.data:

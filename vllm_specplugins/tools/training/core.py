@@ -1,7 +1,5 @@
 """The training of all parts: a part learns to predict the model's distribution (proposers/learning/distillation.py).
-
-The rows of a step follow from its number alone, so that a run that was killed goes on as if it had not been.
-"""
+The rows of a step follow from its number alone, so that a killed run resumes as if it had not stopped."""
 
 import time
 from abc import abstractmethod
@@ -26,7 +24,7 @@ WARM_UP = 0.05  # of the steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings that decide the weights of a run, which resumes with the same alone. Each kind of part adds fields."""
+    """Settings that decide the weights of a run; a run resumes only with the same. Each kind of part adds fields."""
 
     model: str  # path or name
     steps: int
@@ -73,15 +71,9 @@ def train(
     out: Path,
     advance: Callable[[int, float], None] = lambda step, loss: None,
 ) -> TrainedPart:
-    """Trains a part and saves it in `out`, in the model's dtype; resumes a run that stopped there.
-
-    Args:
-        rows: token ids to train on.
-        advance: called after each step with the number of steps done and the loss, in nats a draft token.
-
-    Raises:
-        ConfigError: `out` holds a run with other settings, or cannot be written.
-    """
+    """Trains a part on rows of token ids and saves it in `out`, in the model's dtype; resumes a run that stopped there.
+    `advance` is called with the number of steps done and the loss, in nats a draft token. Raises ConfigError: `out`
+    holds a run with other settings, or cannot be written."""
     part = settings.begin(base, rows)
     part.requires_grad_()
     optimizer = torch.optim.AdamW(part.parameters(), betas=(0.9, 0.95), weight_decay=0.0)

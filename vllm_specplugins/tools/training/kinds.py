@@ -1,9 +1,6 @@
-"""The kinds of parts that can be trained: an exit head, a jump, and look-ahead embeddings.
-
-The keys and values of the tokens before a draft are the target's, those of the draft are the part's: K passes over a
-row, of which the k-th sees the text up to k tokens before a token (as in EAGLE-3, Li et al. 2025, "training-time
-test"). T: tokens of a row, H: hidden size, M: embeddings.
-"""
+"""The kinds of parts that can be trained: an exit head, a jump, and look-ahead embeddings. Tokens before a draft have
+the target's keys and values, tokens of the draft have the part's: of K passes over a row the k-th sees the text up to k
+tokens before a token (as in EAGLE-3, Li et al. 2025, "training-time test")."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +24,7 @@ FITTED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadSettings(Settings):
-    """A norm and a head that read an early layer as the model's norm and head read its last one; see ExitHeadConfig."""
+    """A norm and a head that read an early layer as the model's norm and head read its last one (ExitHeadConfig)."""
 
     exit_layer: int
 
@@ -54,7 +51,7 @@ def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpSettings(Settings):
-    """A part that predicts the state before a late layer; see JumpHeadConfig."""
+    """A part that predicts the state before a late layer (JumpHeadConfig)."""
 
     early_layers: int
     late_layer: int

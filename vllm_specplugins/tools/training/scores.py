@@ -1,10 +1,9 @@
 """Tokens per step of a trained part's drafts, on text that the model writes after held-out prompts.
 
 A step of an engine begins after the tokens that the last one accepted. On other text than the model's, or with each
-token counted as if a step began there, drafts are right more or less often. So the model continues each prompt here,
-with the noise of (seed, position) that verification draws with, and the steps walk over that text: given that the model
-emits a token, the probability that the draft's token is accepted is that of the step to go on. N: drafts of a row, K:
-draft tokens, V: vocabulary.
+token counted as if a step began there, drafts are right more or less often. So the steps walk over text that the model
+continues with the noise of (seed, position) that verification draws with: given that the model emits a token, the step
+goes on with the probability that the draft's token is accepted. N: drafts of a row, K: draft tokens, V: vocabulary.
 """
 
 from collections.abc import Sequence
