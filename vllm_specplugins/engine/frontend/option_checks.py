@@ -1,5 +1,5 @@
 """Checks of a request's options by custom proposers, where requests arrive. A check is a user's code on a client's
-data: it runs in a thread, and one that hangs costs its request a budget of time and delays no other request."""
+data: it runs in a thread, and one that hangs costs its request a budget of time, and other requests no tokens."""
 
 import asyncio
 import logging

@@ -24,7 +24,7 @@ class ForcedLog:
 
     def specplugins_force(self, outputs: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]] | None) -> None:
         """Makes requests emit their rows of the log from now on. `accepted`, if given, holds for each position how many
-        tokens of vLLM's drafter are right."""
+        tokens of vLLM's drafter are right; Model Runner V1 ignores it."""
         log = _Log(outputs, accepted, self.model_runner.device)
         kind = _OnV2 if self.use_v2_model_runner else _OnV1
         kind(self.model_runner, log)

@@ -30,7 +30,7 @@ Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns 0, or 1 if speculation changed an output."""
+    """Returns 0, or 1 if speculation changed an output."""
     configs = pick_methods(args.methods)
     if not args.model and not (CHAT_MODEL / "config.json").is_file():
         raise ConfigError(
@@ -131,7 +131,7 @@ def num_prompts(args: argparse.Namespace) -> int:
 
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, the user's last. Raises ConfigError: a prompt and its output exceed the context
+    """Arguments of `vllm.LLM`, the user's last. Raises ConfigError: a prompt and its output exceed the model's
     length."""
     longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
     context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
