@@ -5,11 +5,9 @@
 A draft is right throughout or not at all far more often than a constant rate predicts: where a match of 3 tokens was
 right about the next token, it becomes a match of 4. So the model counts tokens by request, stage and bin, which rises
 along a draft. A request's counts fade by DECAY with each draft of the request that has such tokens; the shared counts,
-of all requests, fade by SHARED_DECAY with each step. A step adds at most MAX_STEP_TOKENS to a shared bin: the requests
-of a step are often alike, and would make a bin look hopeless at once.
-
-Each step calls `observe` with the outcome of the newest drafts, then `predict` with the next ones; `clear` frees a
-slot. R: rows of the batch, S: slots of requests, M: stages, B: bins, K: max draft tokens.
+of all requests, fade by SHARED_DECAY with each step. A step adds at most MAX_STEP_TOKENS to a shared bin: a step's
+requests are often alike, and would make a bin look hopeless at once. A step calls `observe` with the outcome of the
+newest drafts, then `predict` with the next. R: rows, S: slots of requests, M: stages, B: bins, K: max draft tokens.
 """
 
 from typing import Any, NamedTuple
@@ -48,12 +46,8 @@ class State(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Drafts to verify, `num_draft` [R] int tokens each.
-
-    Args:
-        stage: [R, K] int, the stage of each token.
-        confidence: [R, K] int or float: below 1 the drafter's acceptance probability, else the length of a match.
-    """
+    """Drafts to verify, `num_draft` [R] int tokens each, of these stages [R, K] int. `confidence` [R, K] int or float
+    is below 1 the drafter's acceptance probability, else the length of a match."""
 
     num_draft: Any
     stage: Any
@@ -61,13 +55,8 @@ class Drafts(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Another stage, which drafts after a draft's tokens or in their place.
-
-    Args:
-        depth: its tokens end there, counted from the draft's beginning.
-        continues: whether it drafts after any number of a draft's tokens; else after none.
-        asked: [R] int32, max tokens of it; 0 leaves a row's draft whole.
-    """
+    """Another stage, which drafts after any number of a draft's tokens if it `continues`, else after none. Its tokens
+    end at `depth`, counted from the draft's beginning. `asked` [R] int32 has its max tokens; 0 leaves a draft whole."""
 
     stage: int
     depth: int
@@ -106,12 +95,8 @@ def predict(
     keeps: bool = True,
     tables: tuple[Any, Any] | tuple[()] = (),
 ) -> None:
-    """Writes each token's acceptance probability, and 0 after a draft's end, to `accept_probs` [R, K] float.
-
-    Args:
-        slots: [R] int64.
-        keeps: whether `observe` will get the outcome of these drafts.
-        tables: zero or two tables, [S, K] float, that get each slot's probabilities, too.
+    """Writes each token's acceptance probability, and 0 after a draft's end, to `accept_probs` [R, K] float, and to the
+    rows `slots` [R] int64 of zero or two `tables` [S, K] float. `keeps`: whether `observe` will get these drafts' fate.
 
     >>> import torch
     >>> from vllm_specplugins.kernels.acceptance.reference import new_state
@@ -130,7 +115,6 @@ def predict(
 
 
 def survivals(state: State, slots: Any, drafts: Drafts, implementation: str | None = None) -> Any:
-    """Returns the probability that all tokens of a draft up to each place are accepted, [R, K] float64."""
     accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
     predict(state, slots, drafts, accept_probs, implementation, keeps=False)
     return accept_probs.cumprod(dim=1)

@@ -176,7 +176,6 @@ def _worth_kernel(
 
 
 def _tiles(state: State, num_tokens: int, num_more: int = 0) -> dict[str, int]:
-    """Returns the constants of a launch: `num_tokens` a tile, with `num_more` lanes more than a draft in each row."""
     width = state.sent_stage.shape[1]
     lanes = max(2, triton.next_power_of_2(width + num_more))  # Triton 3.6 cannot compile a scan over one token
     return {"K": width, "M": len(state.shared_tried), "LANES": lanes, "ROWS": max(1, num_tokens // lanes)}

@@ -9,12 +9,8 @@ from ..implementations import module_of
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a step's rows begin; written.
-
-    Args:
-        cu_num_logits: [S + 1] int32, of the tokens with logits: the admitted ones and `num_bonus` a row.
-        query_start_loc: [S + 1] int32, of all tokens that run; after the batch, their number.
-    """
+    """Where the tokens of a step's rows begin, [S + 1] int32 each, written: `cu_num_logits` of the tokens with logits,
+    the admitted ones and `num_bonus` a row; `query_start_loc` of all tokens that run, after the batch their number."""
 
     cu_num_logits: Any
     query_start_loc: Any
@@ -32,10 +28,8 @@ def share_budget(
     num_bonus: int,
     implementation: str | None = None,
 ) -> None:
-    """Writes the layout of a step that verifies `budget` of its draft tokens, at most their number.
-
-    Raises:
-        ValueError: no such implementation ("reference", "fused", or None: fused on a GPU, else the reference).
+    """Writes the layout of a step that verifies `budget` of its draft tokens, at most their number. `implementation`:
+    "reference" or "fused", else a ValueError; None: fused on a GPU, else the reference.
 
     >>> import torch
     >>> layout = Layout(*torch.zeros(2, 4, dtype=torch.int32))

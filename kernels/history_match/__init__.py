@@ -1,11 +1,8 @@
 """Prompt lookup for a batch: the longest match of each request's newest tokens in its text or in its reference, and the
-tokens that follow the match there. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references).
-
-Among equally long matches the one wins that is nearest to where copying would go on, as if the target had replaced the
-rejected tokens one by one since the last match. That distance is the only state between steps. The kernel waits for
-nothing, so a CUDA graph can record it. host.py serves texts in the host's memory, and continues drafts of other stages.
-R: rows of the batch, S: slots of requests, L: longest text, K: max_num_draft.
-"""
+tokens that follow the match there. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). Among equally
+long matches the one wins that is nearest to where copying would go on, as if the target had replaced the rejected
+tokens one by one since the last match. That distance is the only state between steps. Nothing waits, so a CUDA graph
+can record it. R: rows of the batch, S: slots of requests, L: longest text, K: max_num_draft."""
 
 from typing import Any, NamedTuple
 
@@ -36,8 +33,7 @@ class References(NamedTuple):
 
     Args:
         token_ids: [P] int32, all references; P is a multiple of 16.
-        starts: [S] int64, where a slot's reference begins: multiples of 16.
-        lengths: [S] int32, at most L; 0: none.
+        starts, lengths: [S] int64, multiples of 16, and [S] int32, at most L; length 0: no reference.
     """
 
     token_ids: Any
@@ -46,13 +42,8 @@ class References(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The drafts.
-
-    Args:
-        token_ids: [R, K] int32, 0 after a draft's end.
-        num_draft: [R] int32, max_draft, or less where a reference ends; 0 without a match.
-        match_length: [R] int32, at most LONGEST_MATCH; 0 without a match.
-    """
+    """The drafts [R, K] int32, 0 after a draft's end; their lengths [R] int32, max_draft, or less where a reference
+    ends; and the matches' lengths [R] int32, at most LONGEST_MATCH. Both lengths are 0 without a match."""
 
     token_ids: Any
     num_draft: Any
@@ -72,10 +63,9 @@ def history_match(
     longest: int | None = None,
     implementation: str | None = None,
 ) -> Match:
-    """Drafts the tokens after the longest earlier match of the last tokens, or after the nearest of equal ones.
-
-    A match in the reference must be longer than one in the text; of two equally near ones the earlier wins. A copy from
-    the text repeats itself where fewer than max_draft tokens follow the match, as in LZ77.
+    """Drafts the tokens after the longest earlier match of the last tokens, or after the nearest of equal ones. A match
+    in the reference must be longer than one in the text; of two equally near ones the earlier wins. A copy from the
+    text repeats itself where fewer than max_draft tokens follow the match, as in LZ77.
 
     Args:
         min_ngram: shortest match; where copying would go on, one token is enough.

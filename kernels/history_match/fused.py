@@ -1,7 +1,6 @@
 """Prompt lookup of a batch in Triton, which reads each text once. A program of the first launch shifts a tile of a text
 in registers against the text's ending as long as anything matches, and stores its best match. The second launch chooses
-among a request's tiles and copies the tokens after the match. A tile begins with the last tokens of the one before, for
-n-grams across tiles. R: rows, S: slots."""
+among a request's tiles and copies. A tile begins with the last tokens of the one before, for n-grams across tiles."""
 
 import torch
 import triton

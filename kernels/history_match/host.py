@@ -1,7 +1,6 @@
-"""Prompt lookup of a batch on the host, compiled. It looks first at the place where copying would go on; while copying
-goes on there, it reads no text. Otherwise it searches texts by blocks: each pass over a block compares one token more
-of the ending, as long as any place matches. So the work is bounded, whatever a text holds, and passes are vectorised.
-R: rows, K: max_num_draft, N: requests."""
+"""Prompt lookup of a batch on the host, compiled. While copying goes on, it reads no text. Otherwise it searches texts
+by blocks: each pass over a block compares one token more of the ending, as long as any place matches. So the work is
+bounded, whatever a text holds, and passes are vectorised. R: rows, K: max_num_draft, N: requests."""
 
 from typing import Any
 
@@ -53,7 +52,7 @@ def _pass(tokens: Int32Array, token: int, before: Int32Array, differs: Int32Arra
 
 @inlined
 def _match_block(text: Int32Array, start: int, size: int, ending: Int32Array, limit: int, differs: Int32Array) -> Any:
-    """Returns the longest match before a place of a block, up to `limit` tokens, and the row of `differs` that is 0."""
+    """Returns a block's longest match before a place, at most `limit`, and the row of `differs` that is 0 there."""
     newest = 0
     if not _first_pass(text[start - 1 : start - 1 + size], ending[0], differs[0]):
         return 0, 0

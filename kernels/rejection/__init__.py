@@ -63,8 +63,7 @@ def rejection_sample(
     draft_logits: Any = None,
     implementation: str | None = None,
 ) -> tuple[Any, Any]:
-    """Returns the accepted drafts of each request and one token more: recovered after a rejection, else the bonus
-    token.
+    """Returns each request's accepted drafts and one token more: recovered after a rejection, else the bonus token.
 
     The tokens follow the target's distribution after temperature, min-p, top-k and top-p, in this order. They do not
     depend on the rest of the batch, nor, with a one-hot q, on the drafts; only their number does. NaN logits count as

@@ -1,9 +1,7 @@
 """The arguments of verification's kernels, without Triton: tuples that a launcher makes and device functions hand on.
-
 Triton compiles a kernel anew for other types, for pointers and numbers that 16 divides or not, and for numbers that are
 1. No batch may bring a new variant: index arrays are aligned here, a stand-in takes the place of a missing array, and
-varying numbers are separate arguments that kernels name in `do_not_specialize`, which does not reach into tuples.
-"""
+varying numbers are separate arguments that kernels name in `do_not_specialize`, which does not reach into tuples."""
 
 from typing import NamedTuple
 

@@ -19,7 +19,6 @@ def integers(rng: torch.Generator, end: Any, *shape: int) -> torch.Tensor:
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:
-    """Moves the tensors in tuples and in `Sampling`."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Sampling):

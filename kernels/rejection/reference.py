@@ -5,14 +5,12 @@ max(p - q, 0), normalised. After the last accepted draft a bonus token is drawn 
 
 With a one-hot q this is one draw: let x ~ p, accept if x = d, else emit x. It accepts with probability p(d) = min(1,
 p(d) / 1), and given that it does not, x is distributed as p without d, normalised: the residual. Either way x is
-emitted: the noise alone decides what is emitted, and the draft only how many tokens a step has.
+emitted: the noise alone decides the emitted tokens, and the draft only how many of them a step has.
 
 A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it is the first of all with
 probability w_v / sum(w) (the Gumbel-max trick, exponentiated). The first token of a group arrives after Exponential(1)
 / sum of the group's w, whichever token it is: so a group wins with noise of the group, then a token of that group. It
-costs V / GROUP_SIZE + GROUP_SIZE random numbers, not V.
-
-N: rows, B: requests, K: max_num_draft, V: vocab_size, G: GROUP_SIZE.
+costs V / G + G random numbers, not V. N: rows, B: requests, K: max_num_draft, V: vocab_size, G: GROUP_SIZE.
 """
 
 import math

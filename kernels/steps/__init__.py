@@ -42,7 +42,7 @@ class Staged(NamedTuple):
         num_sampled, num_rejected: [R] int32 each, the fate of those.
         stage: [R, K] int, the stage of each new draft token.
         looked_up, num_second: [R] int each, tokens of the two stages, -1 where one was not asked.
-        confirmed: [R] int, tokens of the first stage that the second one would have drafted; None: it did not compare.
+        confirmed: [R] int, tokens of the first stage that the second would have drafted; None: it did not compare.
     """
 
     num_sent: Any

@@ -1,10 +1,10 @@
 """Trees of drafts: the attention of their tokens, the path that the target takes, and the move of its keys and values.
+Cai et al. 2024 ("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees.
 
 Nodes are in topological order, and node 0 is the request's newest token. A node's index gives its place in the KV
 cache, its depth its position. A prefix of a tree is a tree. `walk` needs no acceptance rule: with a one-hot q the noise
-alone decides the token after a node, so it follows the child that is this token, whatever was drafted. Cai et al. 2024
-("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees; the coupled noise is rejection/drafts.py's. R: requests, S:
-slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
+alone decides the token after a node, so it follows the child that is this token, whatever was drafted
+(rejection/drafts.py). R: requests, S: slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
 """
 
 from typing import Any, NamedTuple

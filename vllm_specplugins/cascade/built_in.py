@@ -10,8 +10,7 @@ from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, co
 
 class BuiltIn(Proposer):
     """Hands on the drafts of the engine's drafter. The engine runs it in every step before the cascade is asked, since
-    its KV cache has to hold all tokens. Its drafts arrive with the batch, with acceptance probabilities if it reports
-    these."""
+    its KV cache has to hold all tokens. Its drafts come with the batch, with acceptance probabilities if it has any."""
 
     is_needed = True  # whether this step may use its drafts
 

@@ -49,7 +49,6 @@ class Cascade:
         self._model_times: dict[int, tuple[float, int]] = {}  # in the last step: ms and tokens by stage
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Combines the stages' drafts by the policy, as long as the gate expects them to pay."""
         start = time.perf_counter()
         if not self._stages[0].has_drafted(batch):
             self._begin_step()
@@ -88,7 +87,6 @@ class Cascade:
         return drafts
 
     def _profitable(self, source: Source, batch: DraftBatch, drafts: DraftArrays, gate: Gate) -> DraftArrays:
-        """Cuts the drafts to as much as pays, where no other source drafts."""
         rows, none = self._rows.of(batch.request_ids), self._nothing(batch)
         alone = source.index, none.confidence, none.num_draft
         keep, _ = gate.split_draft(rows, drafts, *alone, _max_draft(batch), False)
@@ -145,13 +143,11 @@ class Cascade:
                 guard.begin_step()
 
     def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """Returns whether this step needs a draft of the stage built into the engine; asked before that stage runs.
-
-        It does not while all requests copy: each had a draft at least twice as long as that stage's K, which ended with
-        another stage's token and was fully accepted. Nor does it where a lookup stands first, and that stage is
-        expected to gain less beside the lookup's drafts than its run costs (Gate.spares). The stage then only takes the
-        step's tokens in.
-        """
+        """Returns whether this step needs a draft of the stage built into the engine; asked before that stage runs. It
+        does not while all requests copy: each had a draft at least twice as long as that stage's K, fully accepted,
+        which ended with another stage's token. Nor does it where a lookup stands first, and that stage is expected to
+        gain less beside the lookup's drafts than its run costs (Gate.spares). The stage then reads the step's
+        tokens."""
         stage = self._built_in
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
             return True
@@ -161,7 +157,6 @@ class Cascade:
         return bool(stage.proposer.is_needed)
 
     def _spares(self, gate: Gate, built_in: Stage, batch: DraftBatch, rows: Ints) -> bool:
-        """Returns whether the lookup's drafts, which are then this step's, do without those of the built-in stage."""
         lookup, max_draft = self._stages[0], _max_draft(batch)
         if len(self._stages) != 2 or not lookup.method.is_lookup:
             return False
@@ -177,7 +172,6 @@ class Cascade:
         return draft
 
     def observe(self, feedback: Feedback) -> None:
-        """Passes the fate of the last drafts on to the counters, the gate and the stages."""
         rows = self._rows.known(feedback.request_ids)
         self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted)
         if self._gate is not None and feedback.step_ms is not None:
@@ -217,7 +211,6 @@ class Cascade:
         return {stage.title: stage.counters for stage in self._stages}
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
-        """Returns the stages' proposers, by the names of their counters."""
         return [(stage.title, stage.proposer) for stage in self._stages]
 
 

@@ -29,7 +29,6 @@ class DeviceBatch(NamedTuple):
         longest: max tokens of a text; None: a graph is recorded, which has to do for any.
         rates: whether the confidence of tokens is needed.
         on_logits: gets the logits of a model's steps.
-        implementation: of kernels/steps.
     """
 
     slots: torch.Tensor
@@ -43,8 +42,7 @@ class DeviceBatch(NamedTuple):
 
 class DeviceSource(Protocol):
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """Drafts at most max_tokens [R] int32 tokens a row, after a prefix, the draft of the source before; returns
-        both."""
+        """Drafts at most max_tokens [R] int32 tokens a row; returns them joined with `prefix`, an earlier draft."""
 
 
 class DeviceCascade:
@@ -67,12 +65,8 @@ class DeviceCascade:
 
 class DeviceModel:
     """A model proposer, alone or after a lookup. One that can be fed tokens goes on after the lookup's tokens; any
-    other drafts where there are none.
-
-    Args:
-        tracker: it rates drafts by their `worth`, where that is asked for.
-        depth: max tokens of a draft of the model.
-    """
+    other drafts where there are none. `tracker` rates drafts by their `worth`, where that is asked for; `depth` is the
+    max tokens of the model's drafts."""
 
     def __init__(self, proposer: ModelProposer, tracker: Any = None, depth: int = 0):
         self.proposer, self._tracker, self._depth = proposer, tracker, depth
@@ -97,7 +91,6 @@ class DeviceModel:
         return DraftArrays(token_ids, num_draft, stage, confidence, None, steps.logits, (looked_up, num_second))
 
     def alone(self, batch: DeviceBatch, max_tokens: torch.Tensor) -> DraftArrays:
-        """Drafts the model's tokens alone, at most num_steps."""
         token_ids = max_tokens.new_zeros((len(max_tokens), self.proposer.max_num_draft), dtype=torch.int32)
         drafts = of_stage(0, token_ids, max_tokens, max_tokens * 0.0 + 1)
         if batch.num_steps == 0:

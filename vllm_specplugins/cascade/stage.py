@@ -36,13 +36,9 @@ class Source(Protocol):
 
 
 class Stage:
-    """Only a lookup and a model continue the drafts of other stages. Where every rank of a tensor-parallel group
-    drafts, a proposer on the host is asked on rank 0 alone, since faults and times differ between ranks.
-
-    Args:
-        name: its name in the options of requests.
-        gate: it decides when a proposer on the host that does not pay is asked; None: in every step.
-    """
+    """A proposer of a cascade. Only a lookup and a model continue the drafts of other stages. Where every rank of a
+    tensor-parallel group drafts, a proposer on the host is asked on rank 0 alone, since faults and times differ between
+    ranks. `gate` decides when a proposer on the host that does not pay is asked; None: in every step."""
 
     def __init__(
         self, index: int, config: StageConfig, name: str, proposer: Any, context: ProposerContext, gate: "Gate | None"
@@ -106,7 +102,6 @@ class Stage:
         return drafts
 
     def has_drafted(self, batch: DraftBatch) -> bool:
-        """Returns whether it has drafted ahead for this step."""
         return self._ahead is not None and self._ahead[0] == _step_of(batch)
 
     def _guarded(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
@@ -128,7 +123,6 @@ class Stage:
         return nothing(len(max_tokens), self._context.max_num_draft) if drafts is None else drafts
 
     def _begun(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts with a proposer that only begins drafts, for the requests that want some."""
         rows = np.flatnonzero(max_tokens if prefix is None else max_tokens * (prefix.num_draft == 0))
         num_reqs, max_num_draft = len(max_tokens), self._context.max_num_draft
         if not len(rows):

@@ -36,7 +36,7 @@ from vllm_specplugins.target import Target
 
 
 class Checked:
-    """A source that has its drafts checked and extended by a model stage, an early exit; `cheap` begins the drafts."""
+    """A source: `stage`, an early exit, checks and extends the drafts of `cheap`."""
 
     def __init__(self, cheap: Source, stage: Stage):
         self._cheap, self._stage = cheap, stage
@@ -124,7 +124,6 @@ class _Check:
 
 
 def _array(tensor: torch.Tensor, dtype: Any) -> Any:
-    """Waits for the tensor; returns its contiguous array."""
     return np.ascontiguousarray(tensor.cpu().numpy(), dtype)
 
 

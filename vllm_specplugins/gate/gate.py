@@ -40,8 +40,6 @@ CUTS, TRIALS, POLLS, SKIPS = range(4)  # for which the gate counts the steps sin
 
 @dataclass(slots=True)
 class StageRecord:
-    """A stage on the host: its time, and its answers when asked."""
-
     is_warm: bool = False  # its first call warms up caches and compilers
     num_calls: int = 0  # since its time is known
     token_ms: float = 0.0  # time to draft one token for each request of the batch
@@ -67,7 +65,6 @@ class Gate:
         self._costs.add(num_reqs, self.num_context, ms, drafting_ms, num_draft, num_emitted)
 
     def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
-        """Learns the time that a stage took to draft this number of tokens for all requests at once."""
         if num_tokens == 0:
             return
         record = self._stages[stage]
@@ -134,11 +131,9 @@ class Gate:
 
     def spares(self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, saved_ms: float) -> bool:
         """Returns whether a step does without a stage that runs for all requests at once, before its draft is known.
-
         Beside the given drafts, RUN_MARGIN times its expected gain must then be less than the engine emits in the time
         of a run, `saved_ms`. The stage runs while few of its tokens were tried, and at times, as EXPLORE_SHARE allows.
-        `max_more` [R] limits the stage's tokens.
-        """
+        `max_more` [R] limits the stage's tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
             return False

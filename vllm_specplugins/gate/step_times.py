@@ -65,7 +65,7 @@ def size_of(num_reqs: int) -> tuple[int, int]:
 
 
 class StepTimes:
-    """The records, and the choice of each step.
+    """Chooses each step's length by the records.
 
     Args:
         longest_chain: 0; or the length up to which a draft is a chain, where max_num_draft tokens are a tree.
@@ -89,14 +89,8 @@ class StepTimes:
         self._shape[:2] = (inf, inf) if trims else (ROOM, self._cliff)
 
     def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int], share: float = 1.0) -> None:
-        """Learns from a step.
-
-        Args:
-            k: the draft length that it was planned with, one of `lengths`.
-            ms: from the end of the step before to its end; nan: it waited.
-            emitted: tokens of each request that decodes, 1 to k + 1.
-            share: the part of the step's tokens that decode.
-        """
+        """Learns from a step that was planned with k, one of `lengths`. It took `ms` after the step before, nan if it
+        waited; it emitted 1 to k + 1 tokens of each request that decodes, which are `share` of the step's tokens."""
         at = self.lengths.index(k)
         self._follow = _add(num_reqs, at, ms, share, np.array(emitted, np.int64), *self._arrays)
 
@@ -119,7 +113,6 @@ _table_types = *_times_types, types.float64[:, ::1], _shape_type  # with the out
 
 @inlined
 def _relative_ms(num_tokens: float, shape: Any) -> float:
-    """Returns the time of a step but for a factor, before any is known."""
     return float(1 + num_tokens / shape[0]) * (CLIFF_COST if num_tokens > shape[1] else 1.0)
 
 
@@ -191,11 +184,9 @@ def _run(accept_prob: float, length: int) -> float:
 
 @inlined
 def _survive(tokens: Any, survival: Any, lengths: Any, outcomes: Any, has_tree: bool) -> None:
-    """Writes, [L] each, the expected tokens of a request and the probability that its whole draft is accepted.
-
-    A stretch without a record is as likely as the one before it. A tree, whose tokens do not follow each other, has a
-    record of all its nodes, and begins as good as the longest chain.
-    """
+    """Writes, [L] each, the expected tokens of a request and the probability that its whole draft is accepted. A
+    stretch without a record is as likely as the one before it. A tree, in which tokens do not follow each other, has a
+    record of all its nodes, and begins as good as the longest chain."""
     tokens[0], survival[0], accept_prob = 1.0, 1.0, GUESS
     for at in range(len(outcomes)):
         places, (entered, accepted, whole) = lengths[at + 1] - lengths[at], outcomes[at]

@@ -73,8 +73,8 @@ class SavedFolder:
 
     def replace(self, save: Callable[[Path], object]) -> None:
         """Calls `save` with a folder beside the files, and moves all files from there into their place once they are
-        written. Removes folders that killed processes left. OSError, or the exception of `save`, where that fails;
-        OSError where another process saves to the folder."""
+        written. Removes folders that killed processes left. Raises OSError, or the exception of `save`, where that
+        fails, and OSError where another process saves to the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._hold()
         for left in self.path.glob(f"{BEGUN}*{PARTIAL}"):
@@ -106,7 +106,7 @@ class SavedFolder:
 
 
 def hold(descriptor: int) -> None:
-    """Locks an open file or folder for this process until it is closed, where the file system has locks.
+    """Locks an open file or folder for this process until it is closed, where the file system has locks; raises
     BlockingIOError where another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

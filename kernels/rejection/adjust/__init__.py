@@ -10,7 +10,7 @@ from .. import Layout
 
 
 class Allowed(NamedTuple):
-    """All other tokens are forbidden, where a list is not empty."""
+    """Forbids all other tokens, where a list is not empty."""
 
     # [num_states] int32: lengths of the lists
     num_tokens: Any
@@ -19,7 +19,7 @@ class Allowed(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Added to the logits; a token stands once in its list."""
+    """Adds to the logits; a token stands once in its list."""
 
     # As of Allowed
     num_tokens: Any
@@ -29,7 +29,7 @@ class Bias(NamedTuple):
 
 
 class MinTokens(NamedTuple):
-    """Tokens that are forbidden before a position."""
+    """Forbids tokens before a position."""
 
     # As of Allowed
     num_tokens: Any
@@ -53,7 +53,7 @@ class Penalties(NamedTuple):
 
 
 class BadWords(NamedTuple):
-    """A word's last token may not follow the others."""
+    """Forbids a word's last token after the others."""
 
     # [num_states] int32
     num_words: Any
@@ -92,10 +92,8 @@ def adjust(
     only_last: bool = False,
 ) -> Any:
     """Returns edited logits float32 of the shape of `logits`; a row counts the drafts before it as emitted. With
-    `only_last`, as during drafting, `logits` has the last row of each request alone.
-
-    Raises:
-        ValueError: no such implementation ("reference", "fused", or None: fused on a GPU, else the reference).
+    `only_last`, as during drafting, `logits` has the last row of each request alone. `implementation`: "reference" or
+    "fused", else a ValueError; None: fused on a GPU, else the reference.
 
     >>> import torch
     >>> logits, drafts = torch.zeros(2, 3), torch.tensor([0, 2])

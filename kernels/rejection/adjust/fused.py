@@ -36,7 +36,7 @@ def _put(result_ptr, token_ids_ptr, num_tokens, value, first, last, BLOCK: tl.co
 
 @triton.jit
 def _add(result_ptr, token_ids_ptr, values_ptr, num_tokens, first, last, BLOCK: tl.constexpr):
-    """Adds values at the listed tokens from `first` to `last`, which differ."""
+    """Adds values at the listed tokens from `first` to `last`; a list has a token once."""
     for start in range(0, num_tokens, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         tokens = tl.load(token_ids_ptr + entries, mask=entries < num_tokens, other=-1)

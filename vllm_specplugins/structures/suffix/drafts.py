@@ -1,12 +1,9 @@
-"""The suffix lookups of all requests of a step, in one compiled call.
-
-A search looks for the places where the longest match of the newest tokens ends, at most LONGEST_MATCH tokens long. The
-places vote for the next token: the draft takes the one with the largest number of votes, among equals that of the
-latest place, and goes on with the places that have it. Sources are the request's text and its reference, searched from
-their ends, and the ring, with the MAX_PLACES latest places of the longest n-gram of LEVELS. The draft with the largest
-sum of acceptance probabilities wins. B: requests of a step, R: rows of requests, K: max_num_draft, C: cells
-(acceptance.py).
-"""
+"""The suffix lookups of all requests of a step, in one compiled call. A search looks for the places where the longest
+match of the newest tokens ends, at most LONGEST_MATCH tokens long. The places vote for the next token: the draft takes
+the one with the largest number of votes, among equals that of the latest place, and goes on with the places that have
+it. Sources are the request's text and its reference, searched from their ends, and the ring, with the MAX_PLACES latest
+places of the longest n-gram of LEVELS. The draft with the largest sum of acceptance probabilities wins. B: requests of
+a step, R: rows of requests, K: max_num_draft, C: cells (acceptance.py)."""
 
 from typing import Any, NamedTuple
 
@@ -67,8 +64,7 @@ drafts_type = types.Tuple((types.int32[:, ::1], types.int64[::1], types.float64[
 
 @inlined
 def find_places(ending: Int32Array, owner: int, places: Int64Array, entries: Int64Array, ring: Ring) -> tuple[int, int]:
-    """Writes the places in the owner's texts where the longest match of `ending` ends; returns their number and its
-    length."""
+    """Writes the places in the owner's texts where `ending` matches longest; returns their number and that length."""
     last, level = ending.size - 1, look_up(ending, ending.size - 1, owner, entries, ring) - 1
     while level > 0 and entries[2, level] == NONE:
         level -= 1
@@ -123,7 +119,7 @@ def _vote(
     places: Int64Array, num_places: int, tokens: Int32Array, end: int, draft: Int32Array, num_copied: int
 ) -> tuple[int, int, int, int]:
     """Moves the places on by one token, at most to `end` and `num_copied` tokens of the draft. Returns how many go on,
-    the token with the most votes, its votes, and the latest place that has it."""
+    the token with the largest number of votes, that number, and the latest place that has the token."""
     num_next = 0
     for i in range(num_places):
         place = places[i] + 1

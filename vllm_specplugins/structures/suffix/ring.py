@@ -1,10 +1,8 @@
 """The tokens of many owners' texts in a ring, and the latest places of their n-grams; the compiled part of the store.
-
 Places are numbered through the ring's whole history; place p lies at p % N, until place p + N overwrites it. For each n
 of LEVELS a table maps the n tokens at and before a place to the latest such place, and `links` maps that to the one
 before. Entries are never removed: a look-up compares the tokens and the owner at the place. The last place of a text is
-not linked. N: places, L: levels, S: slots of a level's table.
-"""
+not linked. N: places, L: levels, S: slots of a level's table."""
 
 import secrets
 from typing import Any, NamedTuple

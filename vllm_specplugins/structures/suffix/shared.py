@@ -84,7 +84,6 @@ class SharedTexts:
         self._unsent.append(record(text))
 
     def take(self) -> StoredText | None:
-        """Returns the next fetched text, if there is one."""
         return self._waiting.popleft() if self._waiting else None
 
     def clear(self) -> None:

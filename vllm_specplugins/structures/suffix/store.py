@@ -39,11 +39,8 @@ class SuffixStore:
     as the newest, if a draft used it, or if its tenant is not the entering one and holds less than half of its share.
     Tenants that asked once have a second chance only while they hold little together, or if the entering tenant holds
     too much. The tokens that are entered again are bounded. `work` does all of this in pieces of a given size. A text
-    is never looked at for another tenant.
-
-    Args:
-        max_bytes: memory of the store; ValueError if too small.
-        entered_again: is called with each text that has a second chance.
+    is never looked at for another tenant. `entered_again` gets each text entered again. ValueError for a small
+    `max_bytes`.
 
     >>> store = SuffixStore(1 << 20)
     >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))
@@ -85,7 +82,6 @@ class SuffixStore:
         return 0 if entry is None else entry.number
 
     def ask(self, tenant: bytes) -> None:
-        """Notes that a request of the tenant begins."""
         entry = self._tenants.get(tenant)
         if entry is not None and not entry.is_back:
             entry.is_back = True
@@ -110,7 +106,6 @@ class SuffixStore:
 
     @property
     def has_work(self) -> bool:
-        """Returns whether texts wait to be entered, or are being entered."""
         return bool(self._waiting) or self._linking is not None
 
     def work(self, limit: int = UNLIMITED) -> int:
@@ -126,7 +121,6 @@ class SuffixStore:
         return limit
 
     def texts(self) -> list[StoredText]:
-        """Returns all entered texts, in the ring's order."""
         return [self._stored(text) for text in self._texts]
 
     def _make_room_or_put(self, entering: StoredText) -> None:

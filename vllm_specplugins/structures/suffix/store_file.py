@@ -100,14 +100,8 @@ def _digest(data: bytes) -> bytes:
 
 
 class StoreFile:
-    """A store's file, which one process at a time may have open and write to.
-
-    Args:
-        path: the file, or a link to it.
-        mark: see fingerprint.
-        vocab_size: token ids are in [0, vocab_size).
-        max_bytes: larger files are refused.
-    """
+    """A store's file, which one process at a time may have open and write to. Token ids are in [0, vocab_size), `mark`
+    is a `fingerprint`, and files larger than max_bytes are refused."""
 
     def __init__(self, path: Path, mark: bytes, vocab_size: int, max_bytes: int):
         self.path, self._header = Path(os.path.realpath(path)), HEADER.pack(MAGIC, VERSION, mark)
@@ -120,22 +114,16 @@ class StoreFile:
         return self._descriptor >= 0
 
     def read(self) -> list[StoredText]:
-        """Returns its whole texts, the oldest first; none where there is no file.
-
-        Raises:
-            StoreFileError: it is no store; DamagedError: it is a store that cannot be used; OSError: it cannot be read.
-        """
+        """Returns its whole texts, the oldest first; none where there is no file. Raises StoreFileError if it is no
+        store, DamagedError if it is a store that cannot be used, and OSError if it cannot be read."""
         try:
             return self._parsed(read_regular(self.path, self._max_bytes + 1))[0]
         except FileNotFoundError:
             return []
 
     def open(self) -> list[StoredText]:
-        """Opens the file, or makes one, cuts off a damaged end, and returns its texts as `read` does.
-
-        Raises:
-            StoreFileError: as of read, or another process has it open; OSError: it cannot be written.
-        """
+        """Opens the file, or makes one, cuts off a damaged end, and returns its texts as `read` does. Raises
+        StoreFileError also where another process has it open, and OSError where it cannot be written."""
         self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             self._hold()
@@ -156,7 +144,7 @@ class StoreFile:
         write_all(self._descriptor, b"".join(records))
 
     def sync(self) -> None:
-        """Waits until the disk has what was appended. OSError where that fails, or the file is gone."""
+        """Waits until the disk has all appended records. OSError where that fails, or the file is gone."""
         os.fsync(self._descriptor)
         self._check_place()
 
@@ -194,7 +182,6 @@ class StoreFile:
             raise FileNotFoundError(2, "another file took its place")
 
     def _parsed(self, data: bytes) -> tuple[list[StoredText], int]:
-        """Returns the whole texts, and where they end."""
         if not data:
             return [], 0
         if data[: len(MAGIC)] != MAGIC:

@@ -30,15 +30,9 @@ GRACE_S = 4.0  # for the last texts at the end: vLLM gives a worker 5 s
 
 
 class StoreSaver:
-    """Appends each text to the file in a thread. A process that is killed loses the texts that the thread has not
-    written yet. A power cut costs those that were written after the last sync. A file that is twice as large as the
-    store's room loses its older half.
-
-    Args:
-        file: the file, which is not open yet.
-        sync_every_s: seconds from a text to the sync of the disk.
-        max_tokens: the store's room.
-    """
+    """Appends each text to the file, which is not open yet, in a thread. A process that is killed loses the texts that
+    the thread has not written yet. A power cut costs those that were written after the last sync, which follows a text
+    by sync_every_s. A file that is twice as large as the store's room, max_tokens, loses its older half."""
 
     def __init__(self, file: StoreFile, sync_every_s: float, max_tokens: int):
         self._file, self._sync_every_s, self._max_tokens = file, sync_every_s, max_tokens
