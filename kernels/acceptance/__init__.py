@@ -115,6 +115,7 @@ def predict(
 
 
 def survivals(state: State, slots: Any, drafts: Drafts, implementation: str | None = None) -> Any:
+    """Returns the probability that all tokens of a draft up to each place are accepted, [R, K] float64."""
     accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
     predict(state, slots, drafts, accept_probs, implementation, keeps=False)
     return accept_probs.cumprod(dim=1)

@@ -143,11 +143,10 @@ class Cascade:
                 guard.begin_step()
 
     def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """Returns whether this step needs a draft of the stage built into the engine; asked before that stage runs. It
-        does not while all requests copy: each had a draft at least twice as long as that stage's K, fully accepted,
-        which ended with another stage's token. Nor does it where a lookup stands first, and that stage is expected to
-        gain less beside the lookup's drafts than its run costs (Gate.spares). The stage then reads the step's
-        tokens."""
+        """Returns, before the stage built into the engine runs, whether this step needs a draft of it. It does not
+        while all requests copy: each had a draft at least twice as long as that stage's K, fully accepted, which ended
+        with another stage's token. Nor does it where a lookup stands first, and that stage is expected to gain less
+        beside the lookup's drafts than its run costs (Gate.spares). The stage then only takes in the step's tokens."""
         stage = self._built_in
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
             return True

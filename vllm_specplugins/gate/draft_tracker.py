@@ -45,8 +45,8 @@ class DraftTracker:
         host.observe(self.state, rows, *outcome, self.whole, self._by_place)
 
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
-        """Returns whether each request had `min_length` or more draft tokens, all accepted, and the last another
-        stage's."""
+        """Returns whether each request had `min_length` or more draft tokens, all accepted, the last not of this
+        stage."""
         num_draft = self.state.num_sent[rows]
         last = self.state.sent_stage[rows, np.maximum(num_draft, 1) - 1]
         return bool(((num_draft >= min_length) & (num_draft == num_accepted) & (last != stage)).all())

@@ -181,7 +181,7 @@ def put_logits(
     logits: Any,  # [num_reqs, at most K, vocab_size], changed; None: all tokens are certain
     is_certain: Any,  # [num_reqs, K] bool; None: none of those with logits is
 ) -> None:
-    """Writes the logits that tokens were drawn from to a table; one-hot for certain tokens and without logits."""
+    """Writes the logits that tokens were drawn from to a table; one-hot for certain tokens or without logits."""
     num_drawn = 0 if logits is None else logits.shape[1]
     if logits is not None:
         if is_certain is not None:

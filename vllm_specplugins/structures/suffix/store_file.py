@@ -63,7 +63,8 @@ def fingerprint(tokenize: Callable[[str], list[int]], vocab_size: int) -> bytes:
 
 
 def tenant_of(cache_salt: str) -> bytes:
-    """Names the tenant of requests with this `cache_salt`, in 16 bytes; requests without one are of tenant b""."""
+    """Names the tenant of requests with this `cache_salt`, in 16 bytes; callers name that of requests without one
+    b""."""
     return hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
