@@ -63,8 +63,7 @@ def fingerprint(tokenize: Callable[[str], list[int]], vocab_size: int) -> bytes:
 
 
 def tenant_of(cache_salt: str) -> bytes:
-    """Names the tenant of requests with this `cache_salt`, in 16 bytes; callers name that of requests without one
-    b""."""
+    """Names the tenant of requests with this `cache_salt`, in 16 bytes; callers use b"" for requests without one."""
     return hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
