@@ -103,7 +103,7 @@ class Counters:
         self.add_fates(Histogram(zip(feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)))
 
     def add_fates(self, num_requests: Mapping[tuple[int, int], int]) -> None:
-        """Counts requests by (tokens verified, tokens accepted)."""
+        """Adds the outcomes of a step: the number of requests by (tokens verified, tokens accepted)."""
         for (verified, accepted), requests in num_requests.items():
             self.request_steps += requests
             self.drafts += requests * (verified > 0)

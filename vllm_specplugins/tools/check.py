@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> dict[str, Any]:
-    """The `speculative_config` of "package.module:Class", or of a registered method; ConfigError if there is none."""
+    """The `speculative_config` of "package.module:Class", or of a registered method, or ConfigError."""
     common = {"time_budget_ms": time_budget_ms}
     if ":" in proposer:
         return {"method": "custom", "proposer": proposer, "options": dict(options), **common}

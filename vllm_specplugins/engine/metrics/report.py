@@ -103,6 +103,7 @@ class Reporter:
         return counters.stages or {f"0 {self.method}": counters.whole}
 
     def _observe(self, series: str, value: float) -> None:
+        """Adds a value to a histogram of the next report, and drops it where the list is full."""
         if len(self._observed[series]) < LONGEST_LIST:
             self._observed[series].append(value)
 

@@ -16,7 +16,7 @@ def has_state(model: ModelConfig) -> bool:
 
 
 def check_states(vllm_config: VllmConfig, method: str) -> None:
-    """Raises ConfigError for a target with a kind of state that vLLM does not restore after a rejected draft."""
+    """Raises ConfigError for Mamba 1, and on V2 linear attention: vLLM does not restore their state."""
     stays = {"mamba1", "linear_attention"} if vllm_config.use_v2_model_runner else {"mamba1"}
     model = vllm_config.model_config
     if has_state(model) and (kinds := sorted(stays & kinds_of_state(_module_of(model)))):

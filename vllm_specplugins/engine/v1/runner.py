@@ -84,6 +84,7 @@ class _Adapter:
         self._runner, self._barrier = runner, barrier
         methods = methods_of(runner.speculative_config.plugin_config)
         self._forces = "grammar" in methods
+        self._reads_history = runner.speculative_config.reads_history
         # A proposer on the host drafts on rank 0; the scheduler sends its drafts to all, and asks grammars itself.
         drafts_here = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
         self._drafts = drafts_here and methods != ["grammar"]
@@ -156,8 +157,8 @@ class _Adapter:
         """Returns one list of draft token ids per request, in the runner's order. A request in the middle of its prompt
         gets no draft, and where tokens are read, neither does one with prompt embeddings, since V1 does not overwrite
         its token ids."""
-        input_batch, config = self._runner.input_batch, self._runner.speculative_config
-        unread = input_batch.req_prompt_embeds if config.reads_history else ()
+        input_batch = self._runner.input_batch
+        unread = input_batch.req_prompt_embeds if self._reads_history else ()
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
         request_ids = [input_batch.req_ids[row] for row in rows]
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)

@@ -107,7 +107,7 @@ class Remote(Proposer):
             self._num_ahead = min(wanted, MAX_AHEAD)
 
     def _ask(self, request: _Request, text: Int32Array) -> None:
-        """Asks for tokens after the guess, unless it is long enough, or nothing is new since the last question."""
+        """Asks for tokens after the guess, unless it or the context is long enough, or the history has not grown."""
         num_known = self._form.num_tokens(request.ahead)
         num_tokens = min(int(self._num_ahead), self._max_model_len - len(text) - num_known)
         is_enough = num_known >= self._num_ahead or num_tokens <= 0

@@ -119,8 +119,8 @@ class DraftTracker:
         return self._copies is not None and bool(self._copies.host[slots].all())
 
     def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool) -> None:
-        """Takes a step's drafts; counts them and the outcome of the last ones. `max_draft` [R] is the number of tokens
-        that each row wanted. Without `rates` the caller has filled in `accept_probs`."""
+        """Remembers a step's drafts, and counts them, the outcome of the last ones and `max_draft` [R], the tokens that
+        each row wanted. With `rates` the tracker predicts `accept_probs`; otherwise the caller has filled them in."""
         num_rows, state, staged = len(max_draft), self._state, None
         learned = drafts if self.learned is None else self.learned
         rows, accept_probs = self.step_rows(num_rows), self.accept_probs[:num_rows]

@@ -145,6 +145,7 @@ class DeviceSpeculator(Speculator):
     def _draft_step(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
     ) -> None:
+        """Drafts for one step of the engine into `draft_tokens`, and begins to report the lengths."""
         num_reqs = input_batch.num_reqs
         if self.lookups.late is not None:
             self.lookups.late.step(max_tokens)
@@ -242,7 +243,7 @@ class DeviceSpeculator(Speculator):
 
     @property
     def _estimate(self) -> Any:
-        """vLLM's estimator, which vLLM updates with the fate of the last drafts, if drafts are trimmed."""
+        """A callback (step, logits) by which vLLM's estimator rates each token; None where no draft is trimmed."""
 
         def estimate(step: int, logits: torch.Tensor) -> None:
             self._maybe_predict_acceptance(logits, self.idx_mapping[: len(logits)], self._steps[step])
