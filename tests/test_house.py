@@ -1,15 +1,18 @@
 """Measures the product's code: its size, its words, and how many files outside of its room name a feature.
 
-python tests/house.py            all figures
-python tests/house.py FEATURE    the files that name it
+python tests/test_house.py            all figures
+python tests/test_house.py FEATURE    the files that name it
 """
 
+import ast
 import re
 import sys
 import tokenize
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = sorted([*(ROOT / "vllm_specplugins").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
@@ -119,8 +122,6 @@ def num_vague_words() -> int:
 
 def lengths_of_functions() -> list[int]:
     """Lines of the product's functions, sorted."""
-    import ast
-
     trees = (ast.parse(path.read_text()) for path in PRODUCT)
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
@@ -145,6 +146,23 @@ def main(*features: str) -> None:
     print(f"files: {max(path.read_text().count(chr(10)) for path in PRODUCT)} lines at most")
     for name, feature in FEATURES.items():
         print(f"{name}: {len(files_that_name(feature))} files outside of its room ({feature.most_files} allowed)")
+
+
+def test_sizes() -> None:
+    """Fails if a file or a function grows beyond one screen's worth of attention."""
+    assert max(path.read_text().count("\n") for path in PRODUCT) <= 300
+    assert lengths_of_functions()[-1] <= 60
+
+
+def test_words() -> None:
+    """Fails if pronouns come back in the place of the field's nouns."""
+    assert num_vague_words() <= 80
+
+
+@pytest.mark.parametrize("name", ["learning", "remote"])
+def test_rooms(name: str) -> None:
+    """Fails if more files outside of a feature's room name it."""
+    assert len(files_that_name(FEATURES[name])) <= FEATURES[name].most_files
 
 
 if __name__ == "__main__":
