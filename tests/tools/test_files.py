@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
-from vllm_specplugins.tools.files import every_nth
+from vllm_specplugins.tools.files import every_nth, save_whole
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +43,13 @@ def test_every_nth(count: int) -> None:
         assert len(set(indices)) == len(indices) == min(count, wanted)
         assert set(indices) <= set(range(count))
         assert abs(indices[0] - (count - 1 - indices[-1])) <= 1
+
+
+def test_an_error_without_text(tmp_path: Path) -> None:
+    """Fails if it ends in a traceback of ours."""
+
+    def fails(folder: Path) -> None:
+        raise RuntimeError
+
+    with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .*\(RuntimeError\)\.$"):
+        save_whole(tmp_path / "part", fails)

@@ -55,5 +55,5 @@ def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
         with closing(SavedFolder(folder)) as saved:
             saved.replace(save)
     except (OSError, RuntimeError) as error:  # torch raises the latter where it cannot write on
-        cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        cause = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"--out must be a folder on a disk with room, not {folder} ({cause}).") from error
