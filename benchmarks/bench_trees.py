@@ -35,13 +35,15 @@ from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "traces"))
 from played import MACHINES
 
-from vllm_specplugins.config import EarlyExitConfig, JumpConfig, MedusaConfig, chain_length
+from vllm_specplugins.config import EarlyExitConfig, JumpConfig, MedusaConfig
+from vllm_specplugins.config.trees import chain_length
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.medusa import Medusa
+from vllm_specplugins.proposers.tree import draft_tree
 from vllm_specplugins.structures.drafts import of_stage
 from vllm_specplugins.target import Sampling as Drawn
 from vllm_specplugins.target import Target
@@ -132,7 +134,7 @@ def copied(known: Any, prompt: list[int], output: list[int], most: int) -> tuple
 
 
 def tree(proposer: Any, target: Target, output: list[int], num_nodes: int, *other: torch.Tensor) -> dict[str, Accepted]:
-    grown = proposer.draft_tree(target, num_nodes, torch.ones(OUTPUT, dtype=torch.bool), other or None)
+    grown = draft_tree(proposer, target, num_nodes, torch.ones(OUTPUT, dtype=torch.bool), other or None)
     found = []
     for place, (tokens, parents) in enumerate(zip(grown.token_ids.tolist(), grown.parents.tolist(), strict=True)):
         children = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True), 1)}

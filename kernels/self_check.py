@@ -21,6 +21,7 @@ from .rejection.inputs import Batch, as_step, make_batch, make_edits, to_device
 from .rejection.step import sample_step
 from .steps import join, limit, newest, tally
 from .trees import attend, compact, walk
+from .trees.inputs import make_attention, make_moves, make_walks
 
 # Sums round differently where one instruction multiplies and adds.
 _TOLERANCE = 1e-5
@@ -37,7 +38,7 @@ class Shapes(NamedTuple):
     looks_up: bool = False
     # Whether the device trims drafts to a budget
     trims: bool = False
-    # Where drafts are trees: numbers of query heads and of KV heads, and the size of a head
+    # Where drafts branch: numbers of query heads and of KV heads, and the size of a head
     heads: tuple[int, int, int] | None = None
 
 
@@ -98,7 +99,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[], _Case]]]:
         yield "budget", partial(_budget, shapes)
     if shapes.heads is not None:
         yield "trees, attention", partial(_attention, shapes, shapes.heads)
-        yield "trees, paths", lambda: _Case(walk, inputs.make_walks(50, shapes.max_num_draft + 1))
+        yield "trees, paths", lambda: _Case(walk, make_walks(50, shapes.max_num_draft + 1))
         yield "trees, moves", partial(_moves, shapes, shapes.heads)
 
 
@@ -209,7 +210,7 @@ def _attention(shapes: Shapes, heads: tuple[int, int, int]) -> _Case:
         return out
 
     width = shapes.max_num_draft + 1
-    arguments = inputs.make_attention([(5, 40), (100, width), (2, width), (31, 1)], heads, width, shapes.dtype)
+    arguments = make_attention([(5, 40), (100, width), (2, width), (31, 1)], heads, width, shapes.dtype)
     return _Case(operation, arguments, tolerance=2e-2)  # of a dtype with 8 bits
 
 
@@ -222,5 +223,5 @@ def _moves(shapes: Shapes, heads: tuple[int, int, int]) -> _Case:
         return moved
 
     _, num_kv_heads, head_size = heads
-    caches, moves = inputs.make_moves([[0, 2, 3], [0, 1, 3], [0], [0, 3]], shapes.dtype, (num_kv_heads, 2 * head_size))
+    caches, moves = make_moves([[0, 2, 3], [0, 1, 3], [0], [0, 3]], shapes.dtype, (num_kv_heads, 2 * head_size))
     return _Case(operation, (tuple(caches), moves))

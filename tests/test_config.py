@@ -295,9 +295,10 @@ def test_what_to_use_instead(config: dict[str, Any], end: str) -> None:
 
 def test_trees() -> None:
     """K is a tree's size. Kills: a tree that V2 would verify as a chain, or with a q that is lost."""
-    assert parse_config({**EXIT, "tree": 15}).length == 15 == parse_config({**EXIT, "tree": 15}).tree
+    assert parse_config({**EXIT, "tree": 15}).length == 15
     assert parse_config({**EXIT, "tree": 7, "num_speculative_tokens": 7}).length == 7
-    assert parse_config(EXIT).tree == parse_config(LOOKUP).tree == 0
+    assert parse_config(EXIT).longest_chain == parse_config(LOOKUP).longest_chain == 0
+    assert parse_config({**EXIT, "tree": 15}).longest_chain == 6
     for more, words in (
         ({"tree": 0}, "tree must be an integer from 1 to 31 or null, not 0"),
         ({"tree": 32}, "tree must be an integer from 1 to 31 or null, not 32"),

@@ -18,8 +18,8 @@ from vllm_specplugins.config import (
     methods_of,
     sample_methods,
     with_default_length,
-    with_tree,
 )
+from vllm_specplugins.config.trees import with_tree
 from vllm_specplugins.custom import (
     Registered,
     check_gone,
@@ -55,9 +55,8 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     else:
         config = _parse_registered(registered_methods()[method], values)
     says_length = "num_speculative_tokens" in values
-    if config.tree:
-        config = with_tree(config if says_length else config.with_length(config.tree))
-    elif not says_length:
+    config = with_tree(config, says_length)
+    if not (says_length or config.longest_chain):
         config = with_default_length(config, (*LOOKUPS, "grammar"))
     check_gone(config)
     option_checks(config)

@@ -12,6 +12,11 @@ CHOOSING = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
 PLANNED = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 
+# Speculators of Model Runner V2.
+ON_HOST = "vllm_specplugins.engine.v2.speculators.host:HostSpeculator"
+ON_DEVICE = "vllm_specplugins.engine.v2.speculators.device:DeviceSpeculator"
+TREES = "vllm_specplugins.engine.v2.trees.speculator:TreeSpeculator"
+
 
 class Place(Enum):
     HOST = "in each step, which waits for them"
@@ -53,6 +58,7 @@ class Plan:
         is_late: a thread on the host drafts, too, from tokens that are a step or two old, and no step waits for it.
         schedule: in words, with the reason for it.
         scheduler: our scheduler; None: the user's.
+        speculator: ours, on Model Runner V2.
         untrimmed_for: why no draft is trimmed on the device; None: vLLM's adaptive verification trims drafts there.
     """
 
@@ -62,6 +68,7 @@ class Plan:
     is_async: bool
     schedule: str
     scheduler: str | None
+    speculator: str
     chooser: Chooser
     untrimmed_for: str | None
 
@@ -99,6 +106,7 @@ def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
         is_async=is_async,
         schedule=schedule,
         scheduler=_scheduler(config, engine, is_async),
+        speculator=TREES if config.longest_chain else ON_DEVICE if on_device else ON_HOST,
         chooser=_chooser(config, engine, on_device),
         untrimmed_for=_untrimmed_for(config, engine, on_device),
     )
@@ -126,7 +134,7 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
         return "its late drafts need steps that are scheduled ahead"
     if is_late and not rows[0].is_late and engine.world_size > 1:
         return "its thread might draw random numbers that all ranks must share"
-    if rows[-1].runs_target and not config.tree and engine.untrimmed_for is not None:
+    if rows[-1].runs_target and not config.longest_chain and engine.untrimmed_for is not None:
         return f"nothing would trim its drafts on the device: {engine.untrimmed_for}"
     return None
 
@@ -185,6 +193,6 @@ def _chooser(config: SpecConfig, engine: Conditions, on_device: bool) -> Chooser
 def _untrimmed_for(config: SpecConfig, engine: Conditions, on_device: bool) -> str | None:
     if not (on_device and method_of(config.method).rates_drafts):
         return "the step that drafts knows their lengths"
-    if config.tree:
+    if config.longest_chain:
         return "a tree is verified as a whole"
     return 'gate is "off"' if config.common.gate == "off" else engine.untrimmed_for

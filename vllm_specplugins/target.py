@@ -66,7 +66,7 @@ class TargetSizes:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    num_draft: int  # K
+    num_draft: int  # tokens in a row, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from recorded import replays, runner
 from test_identity import steps_of
 from tree_attention import attend_by_reference
 
-from vllm_specplugins.config import ConfigError, chain_length
-from vllm_specplugins.engine.frontend.trees import check_trees
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config.trees import chain_length
 from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.engine.hooks import both
+from vllm_specplugins.engine.trees import check_trees
 from vllm_specplugins.tools.lossless.grid import cell
 from vllm_specplugins.tools.lossless.model import write_checkpoint
 from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report

@@ -55,6 +55,7 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection.step import sample_step
     from vllm_specplugins.kernels.steps import join, limit, newest, tally
     from vllm_specplugins.kernels.trees import attend, compact, walk
+    from vllm_specplugins.kernels.trees import inputs as tree_inputs
 
     launches: list = []
     JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
@@ -88,9 +89,9 @@ def record_launches() -> list:
         totals = inputs.new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu")
         tally(totals, rows, num_draft, num_draft, MAX_NUM_DRAFT, stages, "fused")
     width = MAX_NUM_DRAFT + 1
-    attend(*inputs.make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
-    walk(*inputs.make_walks(4, width), implementation="fused")
-    caches, moves = inputs.make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
+    attend(*tree_inputs.make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
+    walk(*tree_inputs.make_walks(4, width), implementation="fused")
+    caches, moves = tree_inputs.make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
     compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
     for slots, drafts, sampled, rejected in inputs.make_outcomes(1, 8, 2, MAX_NUM_DRAFT):
         known = new_state(2, 17, MAX_NUM_DRAFT, "cpu")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from interpreted import DEVICE, RUNS, needs_triton
 from scipy import stats
-from vllm_specplugins.kernels.inputs import make_attention, make_moves, make_walks, random_parents
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.rejection.inputs import to_device
 from vllm_specplugins.kernels.trees import Mask, Query, attend, compact, walk
+from vllm_specplugins.kernels.trees.inputs import make_attention, make_moves, make_walks, random_parents
 from vllm_specplugins.kernels.trees.reference import ancestors
 
 # Ragged: a prompt's chunk, a tree, one that was cut, a request without a draft, none before the query.

@@ -7,7 +7,7 @@ import torch
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, race_logprobs
 
-from vllm_specplugins.config import chain_length
+from vllm_specplugins.config.trees import chain_length
 from vllm_specplugins.proposers.tree import Tree, grow
 
 R, V = 6, 40

@@ -33,7 +33,6 @@ from vllm_specplugins.config.whole import (
     CommonConfig,
     SpecConfig,
     built_in_stage,
-    chain_length,
     check_stages,
     methods_of,
     rule,
@@ -41,5 +40,4 @@ from vllm_specplugins.config.whole import (
     stage_configs,
     stage_names,
     with_default_length,
-    with_tree,
 )

@@ -19,7 +19,7 @@ from vllm_specplugins.config.fields import (
 from vllm_specplugins.config.learn import LEARN
 
 MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
-NOT_WITH_TREE = ("look_ahead",)  # fields that do not go with `tree`
+NOT_WITH_TREE = ("learn", "look_ahead")  # fields that do not go with `tree`
 
 
 def redis_url(value: str) -> str:

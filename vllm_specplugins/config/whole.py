@@ -2,13 +2,11 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from itertools import product
 from typing import Any, Self, TypeVar
 
 from vllm_specplugins.config.built_in import BuiltInConfig
 from vllm_specplugins.config.fields import ConfigError, brief, check_fields, check_names, choice, integer, is_integer
 from vllm_specplugins.config.proposers import (
-    NOT_WITH_TREE,
     CascadeConfig,
     EarlyExitConfig,
     StageConfig,
@@ -42,15 +40,6 @@ class CommonConfig:
         check_fields(self, "speculative_config")
 
 
-def chain_length(num_nodes: int) -> int:
-    """Tokens of the chain in a tree of that size: about a third.
-
-    >>> [chain_length(num_nodes) for num_nodes in (1, 4, 7, 15, 31)]
-    [1, 2, 3, 6, 11]
-    """
-    return (num_nodes + 3) // 3
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecConfig:
     """A parsed `speculative_config`.
@@ -59,27 +48,19 @@ class SpecConfig:
         common: the fields of every method.
         method_config: the fields of this method.
         says_length: whether K is the user's, not a default.
+        longest_chain: 0, or where drafts of K tokens branch, the tokens of the longest one that does not.
     """
 
     method: str
     common: CommonConfig
     method_config: Any
     says_length: bool = field(default=True, compare=False)
+    longest_chain: int = 0
 
     @property
     def length(self) -> int:
         """K."""
         return self.common.num_speculative_tokens
-
-    @property
-    def tree(self) -> int:
-        """Tokens of a draft that is a tree; 0: a draft is a chain."""
-        return getattr(self.method_config, "tree", None) or 0
-
-    @property
-    def longest_chain(self) -> int:
-        """Where drafts are trees, the tokens of one that is a chain instead; else 0."""
-        return chain_length(self.tree) if self.tree else 0
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -176,46 +157,10 @@ def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecCon
     return (config.with_stages(stages) if stages else config).with_length(LONG)
 
 
-def with_tree(config: SpecConfig) -> SpecConfig:
-    """A copy in which K is the tree's size, and a stage beside a lookup drafts its chain.
-
-    Raises:
-        ConfigError: another field does not go with a tree.
-    """
-    method, common, tree = config.method, config.common, config.tree
-    if config.length != tree:
-        raise ConfigError(
-            f"{method}: num_speculative_tokens must be {tree}, the tree's, or left out, not {config.length}."
-        )
-    if common.verification != "fused":
-        raise ConfigError(f"{method}: verification must be 'fused' with tree, not {common.verification!r}.")
-    if "probabilistic" in sample_methods(config):
-        raise ConfigError(
-            f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, which holds certain tokens, not "
-            "'probabilistic'."
-        )
-    for part, name in product(config.parts, NOT_WITH_TREE):
-        if getattr(part.method_config, name, None):
-            raise ConfigError(f"{method}: {name} must be left out with tree, which was never tried with it.")
-    if stages := config.stages:
-        fits = methods_of(config) in [["prompt_lookup", second] for second in ("early_exit", "jump", "medusa")]
-        if not fits or stages[1].num_speculative_tokens is not None or rule(config) == "verify":
-            raise ConfigError(
-                "cascade: stages must be prompt_lookup and one of early_exit, jump and medusa without "
-                "num_speculative_tokens, and policy 'auto', with tree."
-            )
-        config = config.with_stages((stages[0], replace(stages[1], num_speculative_tokens=chain_length(tree))))
-    return replace(config, says_length=True)
-
-
 def check_stages(config: SpecConfig) -> None:
     """Raises ConfigError for stages that do not fit each other, the policy or the cascade's K."""
     for index, stage in enumerate(config.stages):
         num = stage.num_speculative_tokens
-        if getattr(stage.method_config, "tree", None):
-            raise ConfigError(
-                f"cascade: stages[{index}] must not hold tree, which the cascade has, or a method that is alone."
-            )
         if num is not None and not is_integer(num, 1, config.length):
             raise ConfigError(
                 f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to {config.length}, the "

@@ -44,7 +44,7 @@ def shapes_of(vllm_config: Any) -> Shapes:
         samples=config.draft_sample_method == "probabilistic",
         looks_up=config.use_ngram(),
         trims=config.enable_adaptive_verification,
-        heads=_heads(vllm_config) if config.plugin_config.tree else None,
+        heads=_heads(vllm_config) if config.plugin_config.longest_chain else None,
     )
 
 

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_specplugins.config import chain_length
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
-from vllm_specplugins.proposers.tree import Tree, grow
 from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, columns, nothing
 from vllm_specplugins.target import Target
@@ -214,14 +212,3 @@ class ModelProposer(Proposer):
             return Chosen(coupled_sample(logits, positions, verified.at(rows)))
         token_ids, largest_probs = rated_sample(logits, positions, verified.at(rows), is_greedy)
         return Chosen(token_ids, None, largest_probs)
-
-    def draft_tree(self, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None) -> Tree:
-        """A tree of each request, or its chain; see tree.py. A request with edited logits must have its chain."""
-        length, logits = chain_length(num_nodes), list[torch.Tensor]()
-        steps = self.draft_steps(target, length, on_logits=lambda step, row_logits: logits.append(row_logits))
-        positions = target.num_tokens[:, None] + torch.arange(length, device=target.num_tokens.device)
-        sampling = target.sampling.verified if self.is_coupled else None
-        if sampling is None:  # the noise is unknown: as if all requests were greedy
-            zeros = torch.zeros_like(target.num_tokens)
-            sampling = Sampling(zeros.float(), zeros)
-        return grow(steps.token_ids, torch.stack(logits, dim=1), positions, sampling, num_nodes, branches, other)

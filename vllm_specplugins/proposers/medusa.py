@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from vllm_specplugins.config import MedusaConfig, chain_length
+from vllm_specplugins.config import MedusaConfig
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer
 from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa, num_heads
@@ -22,7 +22,7 @@ class Medusa(ModelProposer):
     def __init__(self, config: MedusaConfig, context: ProposerContext):
         super().__init__(config, context)
         # A stage may have fewer heads than a cascade drafts tokens.
-        self._num_heads = min(_num_wanted(config, context.max_num_draft), num_heads(config.heads))
+        self._num_heads = min(context.max_num_draft, num_heads(config.heads))
         dtype = context.dtype or torch.float32
         self.part = MedusaHeads.load(config.heads, self._num_heads, context.vocab_size, context.device, dtype)
 
@@ -33,11 +33,6 @@ class Medusa(ModelProposer):
         return tuple(self.part.logits(target.last_hidden_states, num_steps, target.forward.logits))
 
 
-def _num_wanted(config: MedusaConfig, max_num_draft: int) -> int:
-    return chain_length(config.tree) if config.tree else max_num_draft
-
-
 def check(config: MedusaConfig, sizes: TargetSizes) -> None:
     """Raises ConfigError unless there are as many heads as draft, made for the target."""
-    num_wanted = _num_wanted(config, sizes.num_draft)
-    check_medusa(config.heads, num_heads=num_wanted, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    check_medusa(config.heads, num_heads=sizes.num_draft, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)

@@ -7,13 +7,16 @@ tokens of the chain, C: candidates of a place, L: tokens of the other chain, at 
 a tree, beside its root.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
+from vllm_specplugins.config.trees import chain_length
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import race_logprobs
+from vllm_specplugins.proposers.draft_sampler import ModelProposer
+from vllm_specplugins.target import Target
 
 MAX_CANDIDATES = 8
 
@@ -25,6 +28,20 @@ class Tree(NamedTuple):
     token_ids: torch.Tensor
     parents: torch.Tensor
     is_other: torch.Tensor
+
+
+def draft_tree(
+    proposer: ModelProposer, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None
+) -> Tree:
+    """A tree of each request, or its chain; see `grow`. A request with edited logits must have its chain."""
+    length, logits = chain_length(num_nodes), list[torch.Tensor]()
+    steps = proposer.draft_steps(target, length, on_logits=lambda step, row_logits: logits.append(row_logits))
+    positions = target.num_tokens[:, None] + torch.arange(length, device=target.num_tokens.device)
+    sampling = target.sampling.verified if proposer.is_coupled else None
+    if sampling is None:  # the noise is unknown: as if all requests were greedy
+        zeros = torch.zeros_like(target.num_tokens)
+        sampling = Sampling(zeros.float(), zeros)
+    return grow(steps.token_ids, torch.stack(logits, dim=1), positions, sampling, num_nodes, branches, other)
 
 
 def grow(

@@ -7,11 +7,21 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from vllm.v1.worker.gpu import model_runner
+
 from vllm_specplugins.engine.adaptive.budget import Budget
 from vllm_specplugins.engine.frontend.conditions import CAN_TRIM
+from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.gate.step_times import lengths_up_to
 
 logger = logging.getLogger("vllm.specplugins")
+
+
+def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls vLLM's `initialize_kv_cache`, which makes its manager of adaptive verification."""
+    create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner, speculator)
+    with replaced(model_runner, {"maybe_create_adaptive_verification_manager": create}):
+        return initialize(*args, **kwargs)
 
 
 def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Callable[..., Any]:
@@ -47,10 +57,10 @@ def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Call
 
 def _record_plain_steps(runner: Any) -> None:
     """Makes vLLM also record graphs of one token per request, for steps that draft nothing. vLLM reads lengths by
-    number of requests, of which there must be two, or more for a tree's chains; our scheduler chooses."""
+    number of requests, of which there must be two, or more where drafts branch; our scheduler chooses."""
     config = runner.speculative_config
     if config.plan.scheduler_chooses and runner.max_num_reqs > 1:
         max_num_draft, chain = runner.num_speculative_steps, config.plugin_config.longest_chain
-        chains = lengths_up_to(max_num_draft, chain)[1:-1] if chain else ()  # beside a tree
+        chains = lengths_up_to(max_num_draft, chain)[1:-1] if chain else ()
         lengths = [(size, size, length) for size, length in enumerate((0, max_num_draft, *chains), 1)]
         config.num_speculative_tokens_per_batch_size = lengths

@@ -106,7 +106,8 @@ def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm_specplugins.engine.frontend import entrances, scheduling, spec_config, trees
+    from vllm_specplugins.engine import trees
+    from vllm_specplugins.engine.frontend import entrances, scheduling, spec_config
 
     scheduling.give_time(config)
     asked = engine_args.async_scheduling
@@ -117,6 +118,7 @@ def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any
         scheduling.may_be_asynchronous(config.method),
     ):
         vllm_config = original(engine_args, *args, **kwargs)
+    trees.check_trees(vllm_config)
     spec_config.take_over(vllm_config, asked)
     if (shorter := scheduling.fitting(vllm_config)) is not None:
         return _with_method(shorter, original, engine_args, *args, **kwargs)

@@ -29,7 +29,7 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
 def fitting(vllm_config: Any) -> SpecConfig | None:
     """A copy with a shorter K if a step may not schedule 1 + K tokens, None if K fits. Without a table of lengths vLLM
     pads a prompt that is cached but for a token to 1 + K tokens: it never schedules more than the budget of a step, and
-    dies of more than the threshold of long prompts. Raises ConfigError: no K fits, or drafts are trees."""
+    dies of more than the threshold of long prompts. Raises ConfigError: no K fits."""
     scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
     config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
     if has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING):
@@ -43,8 +43,9 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
     limit, name = min((limit, name) for name, limit in limits.items() if limit)
     if config.length < limit:
         return None
-    if limit < 2 or config.tree:
-        raise ConfigError(f"{config.method}: {name} must be at least {1 + (config.tree or 1)} with it, not {limit}.")
+    if limit < 2 or config.longest_chain:
+        least = 1 + (config.length if config.longest_chain else 1)
+        raise ConfigError(f"{config.method}: {name} must be at least {least} with it, not {limit}.")
     log = logger.warning if config.says_length else logger.info
     sentence = "%s: num_speculative_tokens is %d, not %d: vLLM pads prompts to one token more, and %s allows %d tokens."
     log(sentence, config.method, limit - 1, config.length, name, limit)

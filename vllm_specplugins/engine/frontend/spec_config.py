@@ -29,7 +29,6 @@ from vllm_specplugins.engine.frontend.entrances import check_arrivals
 from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.frontend.options import check_requests
-from vllm_specplugins.engine.frontend.trees import check_trees
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
 from vllm_specplugins.methods import reads_history, runs_target
@@ -219,8 +218,6 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         )
     if speculative_config.runs_target:
         check_target(vllm_config, speculative_config.plugin_config)
-    if speculative_config.plugin_config.tree:
-        check_trees(vllm_config)
     if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
         vllm_config.__class__ = PluginVllmConfig
     worker = vllm_config.parallel_config.worker_cls

@@ -196,7 +196,7 @@ def _kernels() -> Finding:
 
     model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16}
     lookup = Shapes(**model, max_num_draft=31, samples=False, looks_up=True, trims=True)
-    part = Shapes(**model, max_num_draft=15, samples=True, heads=(32, 8, 128))  # it draws chains and trees
+    part = Shapes(**model, max_num_draft=15, samples=True, heads=(32, 8, 128))
     findings = [finding for shapes in (lookup, part) for finding in check_device(torch.device("cuda"), shapes)]
     differing = [f"{name}: {problem}" for name, problem in findings if problem]
     if differing:

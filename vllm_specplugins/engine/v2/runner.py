@@ -12,12 +12,10 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specplugins.cascade.on_device import LOOKUP, DeviceCascade
 from vllm_specplugins.config import methods_of
-from vllm_specplugins.engine.adaptive.trimming import or_planned
+from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.emitted import VERIFIED
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
-from vllm_specplugins.engine.frontend.trees import register
 from vllm_specplugins.engine.grammar.output import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2 import learning, memory
@@ -25,11 +23,8 @@ from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.requests import Request
-from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import BuiltInDrafts, DraftsForHost, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
-from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
-from vllm_specplugins.engine.v2.trees.speculator import TreeSpeculator
 from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -39,14 +34,10 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Makes vLLM build a runner with our speculator: V2 has a closed list of speculators."""
     original = model_runner.init_speculator
-    if vllm_config.speculative_config.plugin_config.tree:
-        register()
+    kind: Any = import_object(vllm_config.speculative_config.plan.speculator)
 
     def init_speculator(vllm_config: Any, *arguments: Any) -> Any:
         speculative_config = vllm_config.speculative_config
-        kind: type[Speculator] = DeviceSpeculator if speculative_config.plan.on_device else HostSpeculator
-        if speculative_config.plugin_config.tree:
-            kind = TreeSpeculator
         if speculative_config.built_in is None:
             return kind(vllm_config, *arguments)
         theirs = rating(original, vllm_config, *arguments)
@@ -92,19 +83,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner.add_requests, runner.finish_requests = both(runner.add_requests, add), both(runner.finish_requests, finish)
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
-    if isinstance(speculator, DeviceSpeculator):
-        barrier.rates, barrier.late = speculator.tally, speculator.lookups.late
-        if barrier.late is not None:
-            held: Any = barrier.proposer
-            barrier.late.guard = held.stages[LOOKUP].guard if isinstance(held, DeviceCascade) else barrier.guard
-        wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner, speculator))
-        memory.attach(runner, speculator)
-        asynchronous = runner.vllm_config.scheduler_config.async_scheduling
-        is_whole = isinstance(speculator, TreeSpeculator)
-        speculator.report.trims = lambda: asynchronous and (is_whole or runner.adaptive_verification is not None)
     speculator.rejection_sampler = lambda: runner.rejection_sampler
-    if isinstance(speculator, TreeSpeculator):
-        speculator.trees.attach(runner)
+    speculator.attach(runner)
     if runner.lora_config is not None:
         map_all_logits(runner)
     if speculator.runs_target:
@@ -163,10 +143,4 @@ def _trimming_as(ours: Any, theirs: Any, initialize: Any, *args: Any, **kwargs: 
     """Answers for our speculator when the runner asks vLLM's whether drafts are trimmed."""
     trims = isinstance(ours, DeviceSpeculator) and ours.enable_adaptive_verification
     with replaced(theirs, {"enable_adaptive_verification": trims}):
-        return initialize(*args, **kwargs)
-
-
-def _trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner, speculator)
-    with replaced(model_runner, {"maybe_create_adaptive_verification_manager": create}):
         return initialize(*args, **kwargs)

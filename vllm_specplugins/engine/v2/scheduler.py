@@ -112,9 +112,10 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}  # of requests with structured output, a step ago
-        self._plans_trees = self.vllm_config.speculative_config.plugin_config.tree  # which nothing trims later
+        # Drafts that branch are verified whole: nothing trims them later.
+        self._plans_whole = self.vllm_config.speculative_config.plugin_config.longest_chain > 0
         has_graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-        self._has_graphs = has_graphs and not self._plans_trees
+        self._has_graphs = has_graphs and not self._plans_whole
         self._has_options = False  # whether any live request was added with some
 
     def add_request(self, request: Any) -> None:
@@ -135,7 +136,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
-        if not (self._planned or self._has_options or self._plans_trees):
+        if not (self._planned or self._has_options or self._plans_whole):
             return
         requests = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         lengths = [self._allowed(request) if request.spec_token_ids else 0 for request in requests]

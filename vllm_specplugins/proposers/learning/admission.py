@@ -7,7 +7,6 @@ from vllm_specplugins.proposers.heads.jump_head import JumpHead
 def check_learning(config: SpecConfig, num_layers: int, tensor_parallel_size: int, has_adapters: bool) -> None:
     trained = [part.method_config for part in config.parts if getattr(part.method_config, "is_trained", False)]
     cases = {
-        "with tree": bool(config.tree),
         f"where tensor_parallel_size is {tensor_parallel_size}": tensor_parallel_size > 1,
         "where enable_lora is True": has_adapters,
         "of an exit in a cascade": bool(config.stages) and any(isinstance(part, EarlyExitConfig) for part in trained),

@@ -30,7 +30,7 @@ class DraftTracker:
         accept_probs: [rows, K], of this step's drafts, 0 after a draft's end.
         shared_probs: the same by slot, where the host reads them, too; None: see new_accept_probs.
         implementation: of kernels/acceptance; "reference" where a kernel failed its check.
-        learned: the observed draft if it is not the one sent (trees).
+        learned: the observed draft if it is not the one sent.
         fates: the last draft's outcome, (accepted + 1, rejected), [R] int32 each.
     """
 

@@ -49,7 +49,7 @@ class LateReport(_Report):
     trims: Callable[[], bool] = staticmethod(lambda: False)  # whether this holds; set by runner.attach
 
     def num_draft(self) -> DraftLengths | dict[str, int]:
-        """Returns no lengths of trimmed drafts, since they would cut the tree of a later step."""
+        """Returns no lengths of trimmed drafts, since they would cut the draft of a later step."""
         return {} if self.trims() else self._lengths
 
     def tell(self, outcomes: Any, input_batch: Any, drafts: torch.Tensor) -> None:

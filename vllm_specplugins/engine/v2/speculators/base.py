@@ -76,6 +76,9 @@ class Speculator(DraftModelSpeculator):
         """The longest request, read late because vLLM may fit it to the memory."""
         return self.vllm_config.model_config.max_model_len
 
+    def attach(self, runner: Any) -> None:
+        """Follows a runner that has loaded nothing yet, once there is a barrier."""
+
     def spares(self, input_batch: Any) -> bool:
         return False
 

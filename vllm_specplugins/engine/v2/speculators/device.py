@@ -18,6 +18,9 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch, DeviceCascade, DeviceModel, DeviceSource
 from vllm_specplugins.config import EarlyExitConfig, SpecConfig, rule, stage_configs
 from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.engine.adaptive.trimming import trimming_if_it_can
+from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.v2 import memory
 from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
 from vllm_specplugins.engine.v2.feedback.report import LateReport
 from vllm_specplugins.engine.v2.requests import DraftLimits, Request
@@ -63,6 +66,18 @@ class DeviceSpeculator(Speculator):
             self._depths = lengths_up_to(self.limits.of_stages[MODEL] if stages else max_num_draft)
         self._graphs: Any = None  # of the newest step
         self._graphs_of: dict[int, Any] = {}  # by depth
+
+    def attach(self, runner: Any) -> None:
+        barrier, late = self.barrier, self.lookups.late
+        barrier.rates, barrier.late = self.tally, late
+        if late is not None:
+            held: Any = barrier.proposer
+            guards: Any = held.stages if isinstance(held, DeviceCascade) else [barrier]
+            late.guard = guards[LOOKUP].guard
+        wrap(runner, "initialize_kv_cache", partial(trimming_if_it_can, runner, self))
+        memory.attach(runner, self)
+        is_async = runner.vllm_config.scheduler_config.async_scheduling
+        self.report.trims = lambda: is_async and runner.adaptive_verification is not None
 
     def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
         """Builds the barrier's proposer, and the sources with which the speculator drafts."""

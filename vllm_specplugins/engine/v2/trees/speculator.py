@@ -10,12 +10,16 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch, DeviceSource
+from vllm_specplugins.engine import trees
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.trees.state import Trees
 from vllm_specplugins.gate.step_times import lengths_up_to
+from vllm_specplugins.proposers.tree import draft_tree
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 from vllm_specplugins.target import Target
+
+trees.register()  # in the worker, which imports this before it builds layers
 
 
 class TreeSpeculator(DeviceSpeculator):
@@ -26,9 +30,16 @@ class TreeSpeculator(DeviceSpeculator):
         max_num_draft, chain = self.num_speculative_steps, vllm_config.speculative_config.plugin_config.longest_chain
         self._steps_alone, self._depths = False, lengths_up_to(max_num_draft, chain)
         self.trees = Trees(vllm_config, max_num_draft, device)
+        self.verify_drafts = self.trees.verify
         self._texts: Any = self.lookups.texts
         # By slot, and one for rows of padding: the chain that is learned from, and the length of the text before it.
         self._learned = torch.zeros(self.max_num_reqs + 1, max_num_draft + 1, dtype=torch.int32, device=device)
+
+    def attach(self, runner: Any) -> None:
+        super().attach(runner)
+        is_async = runner.vllm_config.scheduler_config.async_scheduling
+        self.report.trims = lambda: is_async
+        self.trees.attach(runner)
 
     def _model_source(self, proposer: Any) -> DeviceSource:
         self._proposer, self._chains = proposer, super()._model_source(proposer)
@@ -89,8 +100,9 @@ class TreeSpeculator(DeviceSpeculator):
         return drafts
 
     def _grown(self, batch: DeviceBatch, rows: torch.Tensor, may_branch: Any = True, other: Any = None) -> DraftArrays:
+        assert batch.target is not None
         may_branch = self.trees.branches(rows) & may_branch
-        tree = self._proposer.draft_tree(batch.target, self.num_speculative_steps, may_branch, other)
+        tree = draft_tree(self._proposer, batch.target, self.num_speculative_steps, may_branch, other)
         self.trees.put(rows, tree.parents)
         num_draft = self._wanted.num_tokens
         drafts = of_stage(MODEL if self._policy else 0, tree.token_ids, num_draft, num_draft * 0.0 + 1)

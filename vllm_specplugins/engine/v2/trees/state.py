@@ -91,7 +91,7 @@ class Trees:
 
     def stop(self, rejection_sampler: Any) -> None:
         """Makes all drafts chains; called before the first draft."""
-        self._only_chains, rejection_sampler.trees = True, None
+        self._only_chains, rejection_sampler.verify_drafts = True, None
 
     def branches(self, rows: torch.Tensor) -> torch.Tensor:
         """Whether requests of these slots, -1 for padding, may have trees, [R] bool."""

@@ -47,7 +47,7 @@ def attach(runner: Any) -> None:
         if theirs is not None or runner.vllm_config.watermark_config is not None:
             return theirs
         verifies = FusedRejectionSampler(sampler, runner.speculative_config, runner.device)
-        verifies.trees = getattr(runner.speculator, "trees", None)
+        verifies.verify_drafts = getattr(runner.speculator, "verify_drafts", None)
         return sampler, verifies
 
     wrap(runner, "load_model", load)
@@ -68,7 +68,8 @@ class FusedSampler(Sampler):
 class FusedRejectionSampler(RejectionSampler):
     """vLLM's rejection sampler with our operation, which the sampler of steps without drafts shares."""
 
-    trees: Any = None  # trees.state.Trees, where drafts are trees
+    # The speculator's operation in place of rejection_sample, after the slots and draft positions of rows; None: no.
+    verify_drafts: Callable[..., Any] | None = None
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
@@ -99,9 +100,8 @@ class FusedRejectionSampler(RejectionSampler):
             input_batch.cu_num_logits, input_batch.input_ids, input_batch.positions, input_batch.idx_mapping,
             input_batch.logits_indices, input_batch.seq_lens, self.sampler.req_states.prefill_len.gpu,
         )  # fmt: skip
-        operation = None
-        if max_num_draft and self.trees is not None:
-            operation = partial(self.trees.verify, input_batch.expanded_idx_mapping, input_batch.expanded_local_pos)
+        rows = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
+        operation = self._operation(*rows) if max_num_draft else None
         sampled, num_sampled, num_rejected = sample_step(
             logits, layout, self._plain, max_num_draft, operation=operation
         )
@@ -109,6 +109,9 @@ class FusedRejectionSampler(RejectionSampler):
             sampled_token_ids=sampled, logprobs_tensors=None, num_nans=None, num_sampled=num_sampled,
             num_rejected=num_rejected, sampling_mask_tensors=None,
         )  # fmt: skip
+
+    def _operation(self, *rows: torch.Tensor) -> Callable[..., Any] | None:
+        return None if self.verify_drafts is None else partial(self.verify_drafts, *rows)
 
     def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
         """The parameters of a plain step, which depend on the requests alone; None for other steps."""
@@ -176,9 +179,7 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np,
         )  # fmt: skip
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        operation: Callable[..., Any] = rejection_sample
-        if self.trees is not None:
-            operation = partial(self.trees.verify, expanded_idx_mapping, expanded_local_pos)
+        operation = self._operation(expanded_idx_mapping, expanded_local_pos) or rejection_sample
         return self._run(operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
 
     def _verify_in_chunks(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:

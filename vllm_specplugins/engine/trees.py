@@ -1,4 +1,4 @@
-"""The conditions of drafts that are trees, checked before the engine loads anything, and the attention for them."""
+"""The conditions of drafts that are trees, checked before an engine loads anything, and the name of their attention."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def register() -> None:
 
 def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
     """EngineArgs fields that choose the attention of trees. Raises ConfigError: the user asks for another backend."""
-    if not config.tree:
+    if not config.longest_chain:
         return {}
     asked = [engine_args.attention_backend, getattr(engine_args.attention_config, "backend", None)]
     names = [getattr(backend, "name", backend) for backend in asked if backend is not None]
@@ -33,6 +33,8 @@ def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
 
 def check_trees(vllm_config: VllmConfig) -> None:
     """Raises ConfigError for an engine in which a tree cannot be verified."""
+    if not vllm_config.speculative_config.plugin_config.longest_chain:
+        return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     method, text = vllm_config.speculative_config.plugin_config.method, model.hf_text_config
     if not vllm_config.use_v2_model_runner:

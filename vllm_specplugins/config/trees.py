@@ -1,0 +1,56 @@
+"""The field `tree` of a method: its drafts are verified as trees (proposers/tree.py)."""
+
+from dataclasses import replace
+from itertools import product
+
+from vllm_specplugins.config.fields import ConfigError
+from vllm_specplugins.config.proposers import NOT_WITH_TREE
+from vllm_specplugins.config.whole import SpecConfig, methods_of, rule, sample_methods
+
+
+def chain_length(num_nodes: int) -> int:
+    """Tokens of the chain in a tree of that size: about a third.
+
+    >>> [chain_length(num_nodes) for num_nodes in (1, 4, 7, 15, 31)]
+    [1, 2, 3, 6, 11]
+    """
+    return (num_nodes + 3) // 3
+
+
+def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
+    """A copy in which K is the tree's size, and a stage beside a lookup drafts its chain; the same one without `tree`.
+
+    Raises:
+        ConfigError: a stage has a tree, or another field does not go with the tree of the method.
+    """
+    for index, stage in enumerate(config.stages):
+        if getattr(stage.method_config, "tree", None):
+            raise ConfigError(
+                f"cascade: stages[{index}] must not hold tree, which the cascade has, or a method that is alone."
+            )
+    method, tree = config.method, getattr(config.method_config, "tree", None)
+    if not tree:
+        return config
+    if says_length and config.length != tree:
+        raise ConfigError(
+            f"{method}: num_speculative_tokens must be {tree}, the tree's, or left out, not {config.length}."
+        )
+    if (verification := config.common.verification) != "fused":
+        raise ConfigError(f"{method}: verification must be 'fused' with tree, not {verification!r}.")
+    if "probabilistic" in sample_methods(config):
+        raise ConfigError(
+            f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, which holds certain tokens, not "
+            "'probabilistic'."
+        )
+    for part, name in product(config.parts, NOT_WITH_TREE):
+        if getattr(part.method_config, name, None):
+            raise ConfigError(f"{method}: {name} must be left out with tree, which was never tried with it.")
+    if stages := config.stages:
+        fits = methods_of(config) in [["prompt_lookup", second] for second in ("early_exit", "jump", "medusa")]
+        if not fits or stages[1].num_speculative_tokens is not None or rule(config) == "verify":
+            raise ConfigError(
+                "cascade: stages must be prompt_lookup and one of early_exit, jump and medusa without "
+                "num_speculative_tokens, and policy 'auto', with tree."
+            )
+        config = config.with_stages((stages[0], replace(stages[1], num_speculative_tokens=chain_length(tree))))
+    return replace(config.with_length(tree), says_length=True, longest_chain=chain_length(tree))
