@@ -2,7 +2,7 @@
 
 from vllm_specplugins.config import ConfigError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["ConfigError", "__version__", "register"]
 
 

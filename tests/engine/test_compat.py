@@ -1,11 +1,9 @@
 """The version contract against real sources: the installed vLLM, the wheel of 0.33.0, and mutants of both."""
 
 import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
+import newest_vllm
 import pytest
 from conftest import RUNNER
 
@@ -21,14 +19,7 @@ def source_033() -> Path:
     """vLLM 0.33.0's Python files, downloaded once into .cache/."""
     unpacked = ROOT / ".cache" / f"vllm-{WHEEL_VERSION}"
     if not (unpacked / "vllm" / "version.py").exists():
-        download = ROOT / ".cache" / "wheel"
-        wanted = ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.12"]
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", *wanted, "-d", str(download)]
-        subprocess.run([*command, f"vllm=={WHEEL_VERSION}"], check=True)
-        [wheel] = download.glob("vllm-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(unpacked, [name for name in archive.namelist() if name.endswith(".py")])
-        shutil.rmtree(download)
+        newest_vllm.unpack(WHEEL_VERSION, unpacked)
     return unpacked / "vllm"
 
 
