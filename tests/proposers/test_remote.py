@@ -166,7 +166,7 @@ def test_asked_ahead(drafter: Drafter, make: Callable[..., Remote]) -> None:
         for start, question in zip(starts, drafter.questions, strict=True)
     ]
     assert starts[1:] == ends[:-1] and len(starts) > 5
-    assert own.exchange_stats()["dropped"] == 0
+    assert own.counts["dropped"] == 0
 
 
 def test_late_answer(drafter: Drafter, make: Callable[..., Remote]) -> None:
@@ -181,7 +181,7 @@ def test_late_answer(drafter: Drafter, make: Callable[..., Remote]) -> None:
     drafter.may_answer.set()
     assert until(own, TEXT[:23]) == TEXT[23:28].tolist()
     stats = {"asked": 2, "answered": 1, "dropped": 0, "failed": 0}
-    wait_for(lambda: drafted(own, TEXT[:23]) and own.exchange_stats() == stats)
+    wait_for(lambda: drafted(own, TEXT[:23]) and own.counts == stats)
 
 
 def test_wrong_guess(drafter: Drafter, make: Callable[..., Remote]) -> None:
@@ -195,7 +195,7 @@ def test_wrong_guess(drafter: Drafter, make: Callable[..., Remote]) -> None:
     drafter.may_answer.clear()
     drafted(own, TEXT[:22])
     other = np.append(TEXT[:22], np.int32(7))
-    assert drafted(own, other) == [] and own.exchange_stats()["dropped"] == 1
+    assert drafted(own, other) == [] and own.counts["dropped"] == 1
     drafter.may_answer.set()
     wait_for(lambda: drafter.questions[-1]["prompt"] == other.tolist())
     assert until(own, other) == TEXT[23:28].tolist()
@@ -241,12 +241,12 @@ def test_other_tokenizer(drafter: Drafter, make: Callable[..., Remote], num_lett
         num_drafted += len(found)
         place += accepted + 1
     assert num_right >= 0.97 * num_drafted, (num_right, num_drafted)
-    print("lost", 1 - num_right / num_drafted, own.exchange_stats())
+    print("lost", 1 - num_right / num_drafted, own.counts)
     letters = [codec().tokenize_bytes(CODE[i : i + 1])[0] for i in range(60)]
     spelt = np.array(letters, np.int32)
     until(own_spelt := make(tokenizer="other"), spelt[:20])
     assert CODE[23:].startswith(codec().decode_bytes(until(own_spelt, spelt[:23])))
-    assert own_spelt.exchange_stats()["dropped"] == 0
+    assert own_spelt.counts["dropped"] == 0
 
 
 def endless() -> Iterator[bytes]:
@@ -291,7 +291,7 @@ def test_hostile(
     own, history = make(tokenizer="other" if by_text else "same"), of_text(CODE) if by_text else TEXT
     good, drafter.answer = knows_text(CODE, 3) if by_text else drafter.answer, lambda question: answer
     lengths = iter(range(20, 300))
-    wait_for(lambda: drafted(own, history[: next(lengths)]) == [] and own.exchange_stats()["failed"] > 0)
+    wait_for(lambda: drafted(own, history[: next(lengths)]) == [] and own.counts["failed"] > 0)
     assert caplog.text.count("no drafts from") == 1 and {question["path"] for question in drafter.questions} == {
         "/v1/completions"
     }
@@ -328,7 +328,7 @@ def test_a_question_that_is_refused(
     drafter.answer = lambda question: answer if question["prompt"][0] == 7 else known_answer(question)
     for number in range(3):
         odd = np.append(np.int32([7] * 20), TEXT[20:40])
-        wait_for(lambda: drafted(own, odd, f"odd {number}") == [] and own.exchange_stats()["failed"] > number)  # noqa: B023
+        wait_for(lambda: drafted(own, odd, f"odd {number}") == [] and own.counts["failed"] > number)  # noqa: B023
         for length in (41, 42, 30, 31):
             assert drafted(own, np.resize(odd, length), f"odd {number}") == []
         assert until(own, TEXT[: 20 + number]) == TEXT[20 + number : 25 + number].tolist()
@@ -341,7 +341,7 @@ def test_more_text_than_asked_for(drafter: Drafter, make: Callable[..., Remote])
     drafter goes on with in its longest tokens."""
     own = make(tokenizer="other")
     drafter.answer = lambda question: (200, {}, [event(text="x" * 100_000)])
-    wait_for(lambda: drafted(own, of_text(CODE)[:40], "odd") == [] and own.exchange_stats()["failed"] == 1)
+    wait_for(lambda: drafted(own, of_text(CODE)[:40], "odd") == [] and own.counts["failed"] == 1)
     drafter.answer = knows_text(CODE, 3)
     assert until(own, of_text(CODE)[:30])
 
@@ -377,7 +377,7 @@ def test_questions_fit_the_drafter(drafter: Drafter, make: Callable[..., Remote]
     assert drafted(own, unknown[:4], "c") == []
     wait_for(lambda: drafted(own, unknown[:4], "c") == [] and own._requests["c"].answer is None)
     assert len({len(question["prompt"]) for question in drafter.questions}) > 1
-    assert drafter.num_looks == num_looks > 1 and own.exchange_stats()["failed"] == 0
+    assert drafter.num_looks == num_looks > 1 and own.counts["failed"] == 0
 
 
 def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) -> None:
@@ -387,7 +387,7 @@ def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) ->
     drafter.answer = lambda question: (400, {}, [])
     for most in (MAX_ASKED, 2 * MAX_ASKED, len(texts)):
         step(own, texts)
-        assert own.exchange_stats()["asked"] == most
+        assert own.counts["asked"] == most
 
 
 def test_open_connections(drafter: Drafter, make: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_open_connections(drafter: Drafter, make: Callable[..., Remote], monkeyp
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
     own, texts = make(), {str(number): TEXT[: 20 + number] for number in range(12)}
     step(own, texts)  # asks what the drafter takes, too
-    wait_for(lambda: step(own, texts) and own.exchange_stats()["answered"] == 12)
+    wait_for(lambda: step(own, texts) and own.counts["answered"] == 12)
     drafter.may_answer.clear()
     drafter.questions.clear()
     own.forget(list(texts))
@@ -406,7 +406,7 @@ def test_open_connections(drafter: Drafter, make: Callable[..., Remote], monkeyp
     num_open = len(drafter.questions)
     drafter.may_answer.set()
     assert num_open == 4
-    wait_for(lambda: step(own, texts) and own.exchange_stats()["answered"] == 24)
+    wait_for(lambda: step(own, texts) and own.counts["answered"] == 24)
 
 
 def test_a_text_fits_the_drafter(drafter: Drafter, make: Callable[..., Remote]) -> None:
@@ -426,7 +426,7 @@ def test_hostile_limits(drafter: Drafter, make: Callable[..., Remote], models: b
     """What is no list of models is no limit. Fails if it ends the questions."""
     drafter.models, drafter.vocab_size, own = models, 0, make()
     wait_for(lambda: drafted(own, TEXT[:20]) or own._requests["a"].answer is None)
-    assert own.exchange_stats()["failed"] == 0
+    assert own.counts["failed"] == 0
 
 
 def test_empty_lines_cost_little(drafter: Drafter, make: Callable[..., Remote]) -> None:
@@ -435,7 +435,7 @@ def test_empty_lines_cost_little(drafter: Drafter, make: Callable[..., Remote]) 
     drafter.answer = lambda question: (200, {}, [b"\n" * 1_000_000])
     drafted(own, TEXT[:20])
     thread = own._server._thread.native_id
-    wait_for(lambda: drafted(own, TEXT[:21]) == [] and own.exchange_stats()["failed"] == 1)
+    wait_for(lambda: drafted(own, TEXT[:21]) == [] and own.counts["failed"] == 1)
     fields = Path(f"/proc/self/task/{thread}/stat").read_text().rsplit(")")[1].split()
     assert int(fields[11]) + int(fields[12]) < 40, "hundredths of a second"
 
@@ -446,8 +446,8 @@ def test_a_count_after_the_text(drafter: Drafter, make: Callable[..., Remote]) -
     usage = b'data: {"choices": [], "usage": {"total_tokens": 5}}\n\n'
     drafter.answer = lambda question: (200, {}, [*known_answer(question)[2], usage])
     assert until(own, TEXT[:20]) == TEXT[20:25].tolist()
-    wait_for(lambda: drafted(own, TEXT[:21]) and own.exchange_stats()["answered"])
-    assert own.exchange_stats()["failed"] == 0
+    wait_for(lambda: drafted(own, TEXT[:21]) and own.counts["answered"])
+    assert own.counts["failed"] == 0
 
 
 def test_server_away(drafter: Drafter, make: Callable[..., Remote], caplog: pytest.LogCaptureFixture) -> None:
@@ -459,7 +459,7 @@ def test_server_away(drafter: Drafter, make: Callable[..., Remote], caplog: pyte
     for length in range(21, 40):
         drafted(own, TEXT[:length])
         time.sleep(0.02)
-    wait_for(lambda: drafted(own, TEXT[:41]) == [] and own.exchange_stats()["failed"] > 0)
+    wait_for(lambda: drafted(own, TEXT[:41]) == [] and own.counts["failed"] > 0)
     assert caplog.text.count("no drafts from") == 1
 
 

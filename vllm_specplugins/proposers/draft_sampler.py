@@ -8,7 +8,7 @@ device or branches on its values, so an adapter may record a draft in a CUDA gra
 R: requests, N: rows, as many of each request, H: hidden size, V: vocabulary, K: num_speculative_tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -94,6 +94,10 @@ class ModelProposer(Proposer):
         """Ends the training of the part, if any, and saves the weights."""
         if self.training is not None:
             self.training.close()
+
+    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yields metrics: the name, labels beside the stage, and the value."""
+        return iter(()) if self.training is None else self.training.series()
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Drafts K tokens; a request near the end of its context gets fewer."""

@@ -2,7 +2,7 @@
 "Prompt Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023, for the `reference` option).
 kernels/history_match says which occurrence, and the cost of its search."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -63,6 +63,10 @@ class PromptLookup(Lookup):
 
     def num_bytes(self) -> int:
         return sum(text.nbytes for text in list(self._references.values()))  # the proposer's thread may change it
+
+    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yields metrics: the name, labels beside the stage, and the value."""
+        yield "store_bytes", (), self.num_bytes()
 
     def rows_of(self, batch: DraftBatch) -> Ints:
         """[num_reqs] rows of these requests."""

@@ -8,7 +8,7 @@ the engine has abandoned, which has a bounded amount of work.
 
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -136,6 +136,14 @@ class SuffixLookup(Lookup):
     def num_bytes(self) -> int:
         return self._texts.num_bytes() + self.store.num_bytes + self._output_bytes
 
+    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yields metrics: the name, labels beside the stage, and the value."""
+        yield "store_bytes", (), self.num_bytes()
+        yield "stored_outputs", (), self.store.num_texts
+        yield "stored_tokens", (), self.store.num_tokens
+        for result, count in self._exchanges().items():
+            yield "exchanges", (result,), count
+
     def store_stats(self) -> dict[str, int]:
         store, saver = self.store, self._saver
         return {
@@ -148,10 +156,10 @@ class SuffixLookup(Lookup):
             "refused": store.num_refused,
             "saves": 0 if saver is None else saver.num_saves,
             "failed_saves": 0 if saver is None else saver.num_failures,
-            **self.exchange_stats(),
+            **self._exchanges(),
         }
 
-    def exchange_stats(self) -> dict[str, int]:
+    def _exchanges(self) -> dict[str, int]:
         """Counts of texts that engines share; empty where they share none."""
         return {} if self._shared is None else self._shared.counts
 

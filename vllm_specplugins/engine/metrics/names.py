@@ -71,6 +71,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("histogram", "step_draft_seconds", "Host time of all drafting of such a step.", labels=()),
     Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),
 )
+GAUGES = {metric.name for metric in TABLE if metric.kind == "gauge"}
 REPORT = "specplugins"  # a report's key in the dictionary that vLLM carries
 SEPARATOR = "\t"  # in a report's keys, between a metric's name and its label values
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.counters import Counters, StageCounters
-from vllm_specplugins.engine.metrics.names import COUNTS, HEALTH, REPORT, key
+from vllm_specplugins.engine.metrics.names import COUNTS, GAUGES, HEALTH, REPORT, SEPARATOR, key
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
 logger = logging.getLogger("vllm.specplugins")
@@ -121,11 +121,12 @@ class Reporter:
     def _report(self, counters: Counters) -> dict[str, Any]:
         """Returns counters as increments, gauges as values, histograms as lists of observations."""
         self.forget(())
-        now = defaultdict[str, float](int)
-        for series, total in self._counts(counters):
-            now[series] += total
-        gauges = {series: float(now.pop(series) > 0) for series in list(now) if series.startswith("switched_off")}
-        gauges.update(self._sizes())
+        now, gauges = defaultdict[str, float](int), dict[str, float]()
+        for series, value in self._values(counters):
+            if series.partition(SEPARATOR)[0] in GAUGES:
+                gauges[series] = max(float(value), gauges.get(series, 0.0))
+            else:
+                now[series] += value
         report: dict[str, Any] = {
             # A smaller total than before belongs to a new barrier, which counts from 0.
             series: total - sent if total > (sent := self._sent.get(series, 0)) else total
@@ -138,7 +139,8 @@ class Reporter:
         self._observed.clear()
         return report
 
-    def _counts(self, counters: Counters) -> Iterator[tuple[str, float]]:
+    def _values(self, counters: Counters) -> Iterator[tuple[str, float]]:
+        """Yields totals and gauges, without a call of a user's code."""
         if self._show is not None and self._barrier.emitted is not None:  # no scheduler sees this report
             yield key("steps"), self._barrier.emitted[0]
         for length, count in enumerate(counters.draft_lengths):
@@ -155,27 +157,10 @@ class Reporter:
                 else:
                     yield key(metric.name, stage), value
         for name, stage in stages_of(self._barrier.proposer, self.method):
-            if is_ours(stage, "exchange_stats"):
-                for what, count in stage.exchange_stats().items():
-                    yield key("exchanges", name, what), count
-            for label, count in stage.training.counts().items() if _is_trained(stage) else ():
-                yield key("learned", name, label), count
-
-    def _sizes(self) -> Iterator[tuple[str, float]]:
-        """Yields the gauges of our stages and of a step, without a call of a user's code."""
+            for metric_name, labels, value in stage.series() if is_ours(stage, "series") else ():
+                yield key(metric_name, name, *labels), value
         for part, seconds in self._barrier.budget.costs().items() if self._barrier.budget else ():
             yield key("step_cost_seconds", part), seconds
-        for name, stage in stages_of(self._barrier.proposer, self.method):
-            if is_ours(stage, "num_bytes"):
-                yield key("store_bytes", name), float(stage.num_bytes())
-            if is_ours(stage, "store_stats"):
-                stored = stage.store_stats()
-                yield key("stored_outputs", name), stored["texts"]
-                yield key("stored_tokens", name), stored["tokens"]
-            if _is_trained(stage):
-                yield key("store_bytes", name), float(stage.training.num_bytes)
-                for weights, length in stage.training.lengths().items():
-                    yield key("learned_length", name, weights), length
 
 
 def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
@@ -187,7 +172,3 @@ def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
 def is_ours(stage: Any, method: str) -> bool:
     """Whether a stage has this method and is not a user's class."""
     return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")
-
-
-def _is_trained(stage: Any) -> bool:
-    return is_ours(stage, "training") and stage.training is not None

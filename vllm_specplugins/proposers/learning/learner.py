@@ -6,7 +6,7 @@ The engine's thread calls `step`, which never waits, and `close`. A failure ends
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import monotonic
@@ -125,6 +125,14 @@ class Learner:
     def lengths(self) -> dict[str, float]:
         """Acceptance lengths: the measured one, and those expected of the loaded and the serving weights."""
         return {"measured": self._measured, **self.trainer.lengths}
+
+    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yields metrics: the name, labels beside the stage, and the value."""
+        yield "store_bytes", (), self.num_bytes
+        for progress, count in self.counts().items():
+            yield "learned", (progress,), count
+        for weights, length in self.lengths().items():
+            yield "learned_length", (weights,), length
 
     def _promote(self, part: Part) -> None:
         promoted = [tensor.to(self._dtype, copy=True) for tensor in part.parameters()]

@@ -3,7 +3,7 @@ question under way, which continues the history and the guess of earlier answers
 tokens emitted since, and its rest is drafted."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -49,7 +49,7 @@ class Remote(Proposer):
         self._form = _form(config, context)
         self._server = Server(config, self._form, context.vocab_size)
         self._room = 0  # for questions, in this step
-        self._counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
+        self.counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
 
     def propose(self, batch: DraftBatch) -> Draft:
         self._room = MAX_ASKED
@@ -65,9 +65,10 @@ class Remote(Proposer):
             if request_id in self._requests:
                 self._drop(self._requests.pop(request_id))
 
-    def exchange_stats(self) -> dict[str, int]:
-        """Questions so far by result; "dropped": the history went on otherwise, or ended."""
-        return self._counts
+    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yields metrics: the name, labels beside the stage, and the value."""
+        for result, count in self.counts.items():
+            yield "exchanges", (result,), count
 
     def close(self) -> None:
         self._server.close()
@@ -100,7 +101,7 @@ class Remote(Proposer):
     def _end(self, request: _Request) -> None:
         error = None if request.answer is None else request.answer.exception()
         request.answer, request.is_refused = None, isinstance(error, Refused)
-        self._counts["answered" if error is None else "failed"] += 1
+        self.counts["answered" if error is None else "failed"] += 1
         if error is None:
             num_meanwhile = request.length - request.asked_at
             wanted = max(self._least_ahead, DECAY * self._num_ahead, 2 * num_meanwhile + self._least_ahead)
@@ -118,12 +119,12 @@ class Remote(Proposer):
         request.pieces = deque()
         prompt = newest(text, self._max_prompt_tokens).copy()
         request.answer = self._server.ask(prompt, request.ahead, num_tokens, request.pieces)
-        self._counts["asked"] += request.answer is not None
+        self.counts["asked"] += request.answer is not None
 
     def _drop(self, request: _Request) -> None:
         if request.answer is not None:
             request.answer.cancel()
-            self._counts["dropped"] += 1
+            self.counts["dropped"] += 1
 
 
 def _form(config: RemoteConfig, context: ProposerContext) -> Form:

@@ -2,7 +2,7 @@
 holds all tokens of requests there: max_num_seqs x max_model_len x 4 bytes. A request's reference is copied once, when
 the request is added."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,9 @@ class TokenHistories:
 
     def num_bytes(self) -> int:
         return 4 * (len(self.references) - self._spans.num_free)
+
+    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        yield "store_bytes", (), self.num_bytes()
 
     def add(self, requests: Sequence[Request]) -> None:
         self.remove(request.request_id for request in requests)
