@@ -7,7 +7,8 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig
+from vllm_specplugins.config import CommonConfig
+from vllm_specplugins.config.built_in import BUILT_IN_SETTINGS, BuiltInConfig
 from vllm_specplugins.config.learn import LearnConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_specplugins import parsing
-from vllm_specplugins.config import ConfigError, built_in_stage
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config.built_in import built_in_stage
 from vllm_specplugins.config.fields import ELSEWHERE
 from vllm_specplugins.methods import BUILT_IN, METHODS
 from vllm_specplugins.parsing import parse_config

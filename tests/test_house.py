@@ -78,6 +78,7 @@ FEATURES = {
         (
             "vllm_specplugins/cascade/built_in",
             "vllm_specplugins/config/built_in",
+            "vllm_specplugins/engine/built_in",
             "vllm_specplugins/engine/v1/built_in",
             "vllm_specplugins/engine/v2/speculators/built_in",
         ),
@@ -160,7 +161,7 @@ def test_words() -> None:
     assert num_vague_words() <= 80
 
 
-@pytest.mark.parametrize("name", ["trees", "learning", "remote"])
+@pytest.mark.parametrize("name", FEATURES)
 def test_rooms(name: str) -> None:
     """Fails if more files outside of a feature's room name it."""
     assert len(files_that_name(FEATURES[name])) <= FEATURES[name].most_files

@@ -51,6 +51,7 @@ MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate"} | {"engin
 IN_ENGINE_MAY_IMPORT = {
     "codec": set(),
     "hooks": set(),
+    "built_in": set(),
     "trees": set(),
     "emitted": {"metrics"},
     "grammar": {"codec", "emitted", "frontend", "request_limits"},
@@ -61,12 +62,13 @@ IN_ENGINE_MAY_IMPORT = {
     "adaptive": {"frontend", "hooks", "verify"},
     "verify": set(),
     "target": {"excepthook"},
-    "frontend": {"excepthook", "hooks", "metrics", "self_check", "target", "trees", "vllm_api"},
+    "frontend": {"built_in", "excepthook", "hooks", "metrics", "self_check", "target", "trees", "vllm_api"},
     "request_limits": {"frontend"},
     "learning": set(),
-    "v1": {"frontend", "grammar", "hooks", "learning", "request_limits", "target", "verify"},
+    "v1": {"built_in", "frontend", "grammar", "hooks", "learning", "request_limits", "target", "verify"},
     "v2": {
         "adaptive",
+        "built_in",
         "emitted",
         "frontend",
         "grammar",

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_specplugins.config import (
-    BuiltInConfig,
     CascadeConfig,
     CustomConfig,
     EarlyExitConfig,
@@ -18,6 +17,7 @@ from vllm_specplugins.config import (
     StageConfig,
     SuffixLookupConfig,
 )
+from vllm_specplugins.config.built_in import BuiltInConfig
 from vllm_specplugins.custom import build_custom, import_object, may_be_late
 from vllm_specplugins.draft import Proposer, ProposerContext
 
@@ -34,6 +34,8 @@ class Method:
             `DraftBatch.token_ids`.
         is_lookup: it copies from texts, such as the option `reference`, and can extend drafts.
         has_tenants: it drafts from earlier requests of the same tenant.
+        is_offered: vLLM's runner makes its drafts, which come with the batch (`DraftBatch.offer`).
+        forces_tokens: our scheduler adds tokens after the drafts of all others.
         is_late: on Model Runner V2 it drafts on the host from tokens that are a step or two old, so that no step waits
             (v2/speculators/late.py). The device searches a request's text for a lookup.
         cuts_layers: it runs some of the target's layers, or enters them (see `enters_states`).
@@ -49,6 +51,8 @@ class Method:
     runs_target: bool = False
     is_lookup: bool = False
     has_tenants: bool = False
+    is_offered: bool = False
+    forces_tokens: bool = False
     is_late: bool = False
     cuts_layers: bool = False
     enters_states: Callable[[Any], bool] = lambda method_config: False
@@ -76,7 +80,7 @@ METHODS: Mapping[str, Method] = {
         "proposers.early_exit:EarlyExit",
         runs_target=True,
         cuts_layers=True,
-        enters_states=lambda method_config: method_config.look_ahead is not None,
+        enters_states=lambda method_config: method_config.one_pass,
     ),
     "jump": Method(
         JumpConfig,
@@ -94,7 +98,7 @@ METHODS: Mapping[str, Method] = {
         rates_drafts=False,
         our_field="heads",
     ),
-    "grammar": Method(GrammarConfig, "proposers.grammar:Grammar", reads_tokens_alone=False),
+    "grammar": Method(GrammarConfig, "proposers.grammar:Grammar", forces_tokens=True, reads_tokens_alone=False),
     "remote": Method(RemoteConfig, "proposers.remote.proposer:Remote", reads_tokens_alone=False, is_late=True),
     "cascade": Method(CascadeConfig, "cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
@@ -103,10 +107,8 @@ METHODS: Mapping[str, Method] = {
 # Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.
 BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
-    Method(BuiltInConfig, "cascade.built_in:BuiltIn"),
+    Method(BuiltInConfig, "cascade.built_in:BuiltIn", is_offered=True),
 )
-
-LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
 
 
 def method_of(name: str) -> Method:
@@ -126,6 +128,11 @@ def runs_target(config: SpecConfig) -> bool:
 def reads_history(config: SpecConfig) -> bool:
     """Whether a part reads the requests' tokens, as a cascade's gate does."""
     return bool(config.stages) or not runs_target(config)
+
+
+def forces_tokens(config: SpecConfig) -> list[bool]:
+    """For each part, whether our scheduler adds its tokens."""
+    return [row.forces_tokens for row, _ in drafters(config)]
 
 
 def enters_states(config: SpecConfig) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm_specplugins.config import (
     MAX_STAGES,
-    BuiltInConfig,
     CommonConfig,
     ConfigError,
     CustomConfig,
@@ -19,6 +18,7 @@ from vllm_specplugins.config import (
     sample_methods,
     with_default_length,
 )
+from vllm_specplugins.config.built_in import BuiltInConfig, check_built_in
 from vllm_specplugins.config.trees import with_tree
 from vllm_specplugins.custom import (
     Registered,
@@ -27,7 +27,7 @@ from vllm_specplugins.custom import (
     option_checks,
     registrations,
 )
-from vllm_specplugins.methods import BUILT_IN, LOOKUPS, METHODS
+from vllm_specplugins.methods import BUILT_IN, METHODS, forces_tokens
 
 
 def registered_methods() -> Mapping[str, Registered]:
@@ -57,20 +57,27 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     says_length = "num_speculative_tokens" in values
     config = with_tree(config, says_length)
     if not (says_length or config.longest_chain):
-        config = with_default_length(config, (*LOOKUPS, "grammar"))
+        long = [name for name, row in METHODS.items() if row.is_lookup or row.forces_tokens]
+        config = with_default_length(config, long)
     check_gone(config)
     option_checks(config)
     check_stages(config)
+    check_built_in(config)
     verification = config.common.verification
     if "coupled" in sample_methods(config) and verification != "fused":
         raise ConfigError(
             f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
             f"{verification!r}, which draws other noise, not 'coupled'."
         )
-    if "grammar" in methods_of(config) and "probabilistic" in sample_methods(config) and verification != "fused":
+    forcing = [name for name, forces in zip(methods_of(config), forces_tokens(config), strict=True) if forces]
+    if len(forcing) > 1:
         raise ConfigError(
-            f"{method}: draft_sample_method must be 'greedy' beside grammar where verification is {verification!r}, "
-            "which would take forced tokens for drawn ones, not 'probabilistic'."
+            f"cascade: stages must hold {forcing[0]} once, not more often: it goes on where all others end."
+        )
+    if forcing and "probabilistic" in sample_methods(config) and verification != "fused":
+        raise ConfigError(
+            f"{method}: draft_sample_method must be 'greedy' beside {forcing[0]} where verification is "
+            f"{verification!r}, which would take forced tokens for drawn ones, not 'probabilistic'."
         )
     return config
 

@@ -4,8 +4,8 @@ start's log and `doctor` print the plan; docs/compatibility.md has it as a table
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_specplugins.config import BuiltInConfig, ConfigError, SpecConfig, methods_of
-from vllm_specplugins.methods import drafters, drafts_late, method_of, runs_target
+from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.methods import drafters, drafts_late, forces_tokens, method_of, runs_target
 
 # Schedulers of ours, for vLLM's field `scheduler_cls`.
 CHOOSING = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
@@ -121,7 +121,7 @@ def wanted_schedule(config: SpecConfig, asked_async: bool | None, pipeline_paral
 def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     rows, is_late = [row for row, _ in drafters(config)], drafts_late(config)
     if config.stages:
-        can = rows[0].is_lookup and len(rows) == 2 and (rows[1].runs_target or rows[1].config is BuiltInConfig)
+        can = rows[0].is_lookup and len(rows) == 2 and (rows[1].runs_target or rows[1].is_offered)
     else:
         can = rows[0].runs_target or rows[0].is_lookup or is_late
     if not can:
@@ -160,7 +160,7 @@ def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:
 def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | None:
     """Our scheduler, if the user has none; raises ConfigError if the method cannot run on the user's choices."""
     method, theirs, num_stages = config.method, engine.scheduler_cls, engine.pipeline_parallel_size
-    forces = "grammar" in methods_of(config)
+    forces = any(forces_tokens(config))
     if forces and (is_async or theirs is not None):
         raise ConfigError(
             f"{method}: async_scheduling and scheduler_cls must be left alone with grammar, whose text depends on all "

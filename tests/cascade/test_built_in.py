@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vllm_specplugins.cascade.built_in import BuiltIn
-from vllm_specplugins.config import BuiltInConfig
+from vllm_specplugins.config.built_in import BuiltInConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, ProposerContext
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config
@@ -143,7 +143,7 @@ def test_spared_while_text_is_copied() -> None:
 
     def needs(*accepted: int) -> bool:
         batch, counts = batch_of([new] * len(accepted), None), np.array(accepted, np.int32)
-        needed: bool = proposer.needs_built_in(batch, counts)
+        needed: bool = proposer.needs_offer(batch, counts)
         proposer.observe(Feedback(batch.request_ids, counts, counts, step_ms=20.0))
         return needed
 
@@ -174,7 +174,7 @@ def test_spared_where_a_run_gains_less() -> None:
     def step(*histories: list[int], run_ms: float = 0.0) -> tuple[bool, list[int]]:
         batch = batch_of(list(histories), [[7, 8, 9]] * len(histories), 6)
         cut_short = np.full(len(histories), 2, np.int32)
-        needed: bool = proposer.needs_built_in(batch, cut_short)
+        needed: bool = proposer.needs_offer(batch, cut_short)
         assert batch.offer is not None
         offer = replace(batch.offer, ms=2.5 + run_ms)
         offer = offer if needed else Offer(offer.token_ids[:, :0], 2.5)
@@ -196,5 +196,5 @@ def test_spared_where_a_run_gains_less() -> None:
     assert step(copied, new)[0] and not step(copied, copied)[0]
     ran = [step(copied, new, run_ms=5.0)[0] for _ in range(240)]
     assert 2 <= sum(ran[40:]) <= 10, "runs of 5 ms in 1 % of the time"
-    proposer.needs_built_in(batch_of([copied], None, 6), np.zeros(1, np.int32))
+    proposer.needs_offer(batch_of([copied], None, 6), np.zeros(1, np.int32))
     assert proposer.propose(batch_of([new], None, 6)).num_draft.tolist() == [0]

@@ -135,8 +135,8 @@ def test_a_built_in_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exceptions stop, its slowness counts, and it is switched off and not run. Kills: each of these."""
     proposer = cascade(BUILT_IN, LOOKUP)
     barrier, times = barrier_of(proposer), [0.0, 1.0, 2.0, 3.0, 4.0, 65.0, 66.0, 127.0]
-    assert proposer.built_in_guard is not None
-    call = proposer.built_in_guard.call_in_engine
+    assert proposer.offer_guard is not None
+    call = proposer.offer_guard.call_in_engine
     monkeypatch.setattr(guard, "time", SimpleNamespace(perf_counter=lambda: times.pop(0) if times else 127.0))
 
     def fails() -> Any:
@@ -160,8 +160,8 @@ def test_a_built_in_stage_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     """The other ranks wait for this one. Kills: a fault that is swallowed; a switching-off that one rank decides."""
     proposer = cascade(BUILT_IN, LOOKUP, context=replace(CONTEXT, num_ranks=2, time_budget_ms=1))
     barrier = barrier_of(proposer)
-    assert proposer.built_in_guard is not None
-    call = proposer.built_in_guard.call_in_engine
+    assert proposer.offer_guard is not None
+    call = proposer.offer_guard.call_in_engine
     for _ in range(MAX_FAULTS):
         assert call(lambda: time.sleep(0.01) or 5, is_timed=True) == 5
     assert barrier.totals().stages["0 draft_model"].faults == {}

@@ -118,7 +118,7 @@ class Offers:
     def _seen(self, input_batch: Any, num_sampled: Any, num_rejected: Any, most: int) -> None:
         """On the device, where graphs find them."""
         ours, states = self._ours, self._ours._req_states
-        offered = ours.built_in.drafts(ours.built_in._num_there.expand(input_batch.num_reqs).int())
+        offered = ours.offers.drafts(ours.offers._num_there.expand(input_batch.num_reqs).int())
         self.num_without += ours.offer is None
         self.num_steps += 1
         rows = zip(input_batch.idx_mapping.tolist(), num_sampled.tolist(), offered.num_draft.tolist(), strict=False)
@@ -128,7 +128,7 @@ class Offers:
             if sampled and room > 0 and ours.offer is not None:
                 key = tuple(states.all_token_ids.gpu[slot, :length].tolist())
                 self.by_history[key] = offered.token_ids[row, :room].tolist()
-                sure = ours.built_in._accept_probs[row, :room]
+                sure = ours.offers._accept_probs[row, :room]
                 if not sure.isnan().any():
                     self.chances[key] = sure.cpu().numpy().copy()
         self._draft_step(input_batch, num_sampled, num_rejected, most)

@@ -14,7 +14,6 @@ if RUNNER != "v2":
 from recorded import runner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_specplugins.engine.frontend import conditions
 from vllm_specplugins.engine.v2 import scheduler as module
 from vllm_specplugins.engine.v2.scheduler import DraftLengths, PlannedScheduler
 from vllm_specplugins.gate.step_times import StepTimes
@@ -170,7 +169,9 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
     """Fails if a step that drafts nothing has no graph of its own, or one that drafts K has none any more."""
     from vllm.config import CUDAGraphMode
 
-    monkeypatch.setattr(conditions, "_untrimmed_for", lambda vllm_config: "this is a test")
+    monkeypatch.setattr(
+        "vllm_specplugins.engine.frontend.spec_config._untrimmed_for", lambda vllm_config: "this is a test"
+    )
     engine.stop()
     llm = engine(PROMPT_LOOKUP, async_scheduling=True)
     assert runner(llm).adaptive_verification is None

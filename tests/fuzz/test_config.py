@@ -7,7 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rubbish import JSON, check_sentence, dictionary
 
-from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, ConfigError, SpecConfig
+from vllm_specplugins.config import CommonConfig, ConfigError, SpecConfig
+from vllm_specplugins.config.built_in import BUILT_IN_SETTINGS, BuiltInConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
 from vllm_specplugins.parsing import parse_config
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_specplugins.config import BuiltInConfig
+from vllm_specplugins.config.built_in import BuiltInConfig
 from vllm_specplugins.draft import DraftBatch, Offer, Proposer, ProposerContext
 from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, columns, of_stage

@@ -43,8 +43,8 @@ class Cascade:
 
             self._sources = [checked(self._stages)]
         self._guards = [stage.guard for stage in self._stages if stage.guard is not None]
-        self._built_in = next((stage for stage in self._stages if stage.is_built_in), None)
-        self.built_in_guard = self._built_in.guard if self._built_in else None  # the engine calls it by this guard
+        self._offered = next((stage for stage in self._stages if stage.method.is_offered), None)
+        self.offer_guard = self._offered.guard if self._offered else None  # by which the engine drafts
         self._step_ms, self._num_context = 0.0, 0  # of the last step: its drafting, and tokens of its requests
         self._model_times: dict[int, tuple[float, int]] = {}  # in the last step: ms and tokens by stage
 
@@ -52,8 +52,8 @@ class Cascade:
         start = time.perf_counter()
         if not self._stages[0].has_drafted(batch):
             self._begin_step()
-        if batch.offer is not None and self._built_in is not None:
-            self._built_in.counters.ms += self._built_in.proposer.took(batch.offer)
+        if batch.offer is not None and self._offered is not None:
+            self._offered.counters.ms += self._offered.proposer.took(batch.offer)
         if self._gate is not None:
             self._num_context = int(places_of(batch.token_ids)[1].sum())
         self._model_times = {}
@@ -139,15 +139,15 @@ class Cascade:
     def _begin_step(self) -> None:
         """Gives each guarded stage, but the one that has run, its time for another step."""
         for guard in self._guards:
-            if guard is not self.built_in_guard:
+            if guard is not self.offer_guard:
                 guard.begin_step()
 
-    def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """Returns, before the stage built into the engine runs, whether this step needs a draft of it. It does not
+    def needs_offer(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
+        """Returns, before the engine makes its offer, whether this step needs a draft of it. It does not
         while all requests copy: each had a draft at least twice as long as that stage's K, fully accepted, which ended
         with another stage's token. Nor does it where a lookup stands first, and that stage is expected to gain less
         beside the lookup's drafts than its run costs (Gate.spares). The stage then only takes in the step's tokens."""
-        stage = self._built_in
+        stage = self._offered
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
             return True
         rows = self._rows_of(batch)
@@ -155,14 +155,14 @@ class Cascade:
         stage.proposer.is_needed = not copies and not self._spares(self._gate, stage, batch, rows)
         return bool(stage.proposer.is_needed)
 
-    def _spares(self, gate: Gate, built_in: Stage, batch: DraftBatch, rows: Ints) -> bool:
+    def _spares(self, gate: Gate, offered: Stage, batch: DraftBatch, rows: Ints) -> bool:
         lookup, max_draft = self._stages[0], _max_draft(batch)
         if len(self._stages) != 2 or not lookup.method.is_lookup:
             return False
         self._begin_step()
         drafts = lookup.draft_ahead(batch, lookup.limits(batch, max_draft))
-        limits = built_in.limits(batch, max_draft)
-        return gate.spares(rows, drafts, built_in.index, limits, built_in.proposer.saved_ms)
+        limits = offered.limits(batch, max_draft)
+        return gate.spares(rows, drafts, offered.index, limits, offered.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that runs the target as far as a step can make it."""
@@ -176,7 +176,7 @@ class Cascade:
         if self._gate is not None and feedback.step_ms is not None:
             # Where the drafter was skipped, the time that it would have taken is added, or the gate learns steps that
             # are too cheap.
-            spared_ms = self._built_in.proposer.spared_ms if self._built_in else 0.0
+            spared_ms = self._offered.proposer.spared_ms if self._offered else 0.0
             self._add_times(self._gate, feedback, feedback.step_ms + spared_ms)
         for guard in self._guards:
             guard.observe(feedback)

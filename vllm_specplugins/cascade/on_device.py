@@ -51,7 +51,7 @@ class DeviceCascade:
     def __init__(self, configs: Sequence[StageConfig], proposers: Sequence[Any], context: ProposerContext):
         stages = enumerate(zip(configs, proposers, strict=True))
         self.stages = [Stage(i, config, config.method, proposer, context, None) for i, (config, proposer) in stages]
-        self.built_in_guard = self.stages[MODEL].guard if self.stages[MODEL].is_built_in else None
+        self.offer_guard = self.stages[MODEL].guard if self.stages[MODEL].method.is_offered else None
 
     def stage_counters(self) -> dict[str, StageCounters]:
         return {stage.title: stage.counters for stage in self.stages}

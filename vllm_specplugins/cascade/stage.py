@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from vllm_specplugins.config import BuiltInConfig, StageConfig
+from vllm_specplugins.config import StageConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.isolation.exchange import draft_of_rows
@@ -45,7 +45,6 @@ class Stage:
     ):
         self.index, self.name, self.proposer, self._context = index, name, proposer, context
         self.title, self.method = f"{index} {config.method}", method_of(config.method)
-        self.is_built_in = self.method.config is BuiltInConfig
         self.max_num_draft = config.num_speculative_tokens or context.max_num_draft
         self.counters = StageCounters()
         is_cheap = self.method.is_lookup or self.method.is_late
@@ -59,13 +58,13 @@ class Stage:
         if self.method.runs_target:
             return None
         index, _, method = self.title.partition(" ")
-        budget_ms, on_all_ranks = self._context.time_budget_ms, self.is_built_in and self._context.num_ranks > 1
+        budget_ms, on_all_ranks = self._context.time_budget_ms, self.method.is_offered and self._context.num_ranks > 1
         return Guard(
             self.proposer,
             f"Stage {index} ({method})",
             self.counters,
             None if on_all_ranks else budget_ms,
-            in_thread=not self.is_built_in and budget_ms is not None,
+            in_thread=not self.method.is_offered and budget_ms is not None,
             ends_process=on_all_ranks,
         )
 
@@ -78,17 +77,17 @@ class Stage:
             assert self._ahead is not None
             (_, ahead), self._ahead = self._ahead, None
             return ahead
-        if self.is_built_in and batch.offer is None:
+        if self.method.is_offered and batch.offer is None:
             return nothing(len(max_tokens), self._context.max_num_draft)
         start = time.perf_counter()
         drafts: DraftArrays | None
-        if self.method.runs_target or self.is_built_in:
+        if self.method.runs_target or self.method.is_offered:
             drafts = self.proposer.draft(batch, prefix, max_tokens)
         else:
             drafts = self._guarded(batch, prefix, max_tokens) if self._context.rank == 0 else None
             drafts = self._context.agreed(drafts)
         assert drafts is not None
-        if not self.is_built_in:  # the time of that is counted by the cascade
+        if not self.method.is_offered:  # the time of that is counted by the cascade
             self.counters.ms += (time.perf_counter() - start) * 1000
         drafts.stage[:] = self.index
         self.counters.asked += int(np.count_nonzero(max_tokens))

@@ -3,7 +3,6 @@
 A refusal is one sentence with the field, the value and the allowed values. Nothing here imports vLLM.
 """
 
-from vllm_specplugins.config.built_in import BUILT_IN_SETTINGS, BuiltInConfig
 from vllm_specplugins.config.fields import (
     ConfigError,
     brief,
@@ -32,7 +31,6 @@ from vllm_specplugins.config.whole import (
     SHORT,
     CommonConfig,
     SpecConfig,
-    built_in_stage,
     check_stages,
     methods_of,
     rule,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_specplugins.config.fields import ConfigError, brief, did_you_mean
+from vllm_specplugins.config.proposers import StageConfig
+from vllm_specplugins.config.whole import SpecConfig, sample_methods
 
 # Keys of vLLM's speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.
 BUILT_IN_SETTINGS = (
@@ -56,3 +58,22 @@ class BuiltInConfig:
                 f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {brief(model)}."
             )
         return cls(model=model, settings={key: raw[key] for key in raw if key != "model"})
+
+
+def built_in_stage(config: SpecConfig) -> StageConfig | None:
+    """The stage of a cascade that is built into vLLM, if there is one."""
+    return next((stage for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)), None)
+
+
+def check_built_in(config: SpecConfig) -> None:
+    """Raises ConfigError for more than one such stage, or for a draft beside it that vLLM's sampler cannot verify."""
+    names = [stage.method for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)]
+    if len(names) > 1:
+        raise ConfigError(
+            f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(names)}."
+        )
+    if names and "probabilistic" in sample_methods(config):
+        raise ConfigError(
+            f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages beside {names[0]}, not "
+            f"'probabilistic'."
+        )

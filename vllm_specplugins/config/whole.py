@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
-from vllm_specplugins.config.built_in import BuiltInConfig
 from vllm_specplugins.config.fields import ConfigError, brief, check_fields, check_names, choice, integer, is_integer
 from vllm_specplugins.config.proposers import (
     CascadeConfig,
@@ -126,11 +125,6 @@ def stage_names(methods: Sequence[str]) -> list[str]:
     return [name if methods.count(name) == 1 else f"{index} {name}" for index, name in enumerate(methods)]
 
 
-def built_in_stage(config: SpecConfig) -> StageConfig | None:
-    """The stage of a cascade that is built into vLLM, if there is one."""
-    return next((stage for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)), None)
-
-
 def rule(config: SpecConfig) -> str | None:
     """A cascade's policy, or "first" where it has no gate to choose; None: the method is no cascade."""
     if not isinstance(config.method_config, CascadeConfig):
@@ -174,16 +168,4 @@ def check_stages(config: SpecConfig) -> None:
     if {"prompt_lookup", "suffix_lookup"} <= set(methods):
         raise ConfigError(
             "cascade: stages must not hold prompt_lookup beside suffix_lookup, which does what it does, and more."
-        )
-    if methods.count("grammar") > 1:
-        raise ConfigError("cascade: stages must hold grammar once, not more often: it goes on where all others end.")
-    built_in = [stage.method for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)]
-    if len(built_in) > 1:
-        raise ConfigError(
-            f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
-        )
-    if built_in and "probabilistic" in sample_methods(config):
-        raise ConfigError(
-            f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages beside {built_in[0]}, not "
-            f"'probabilistic'."
         )

@@ -13,7 +13,7 @@ from vllm_specplugins.engine.emitted import EMITTED
 from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.methods import behind_gate, build_proposer
+from vllm_specplugins.methods import behind_gate, build_proposer, forces_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,6 +146,7 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
     if not speculative_config.plan.on_device:
         config = behind_gate(config)
     # A call into the target belongs to the engine's thread and stream; a cascade puts stages in threads.
+    forces = forces_tokens(config)
     in_thread = not (speculative_config.runs_target or config.stages) and (not build or speculative_config.plan.is_late)
     return FaultBarrier(
         (build or build_proposer)(config, context),
@@ -153,6 +154,7 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
         context.max_num_draft,
         time_budget_ms=config.common.time_budget_ms if in_thread else None,
         ends_process=speculative_config.runs_target and context.num_ranks > 1,
+        forcing_stage=forces.index(True) if True in forces else 0,
     )
 
 

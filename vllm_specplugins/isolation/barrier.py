@@ -22,7 +22,7 @@ LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something 
 class FaultBarrier:
     """Calls a proposer through a guard, and counts its drafts. `time_budget_ms` limits one step, in a thread of the
     proposer; None calls it in the caller's thread without a limit (proposers that run the target, and cascades: their
-    stages have guards)."""
+    stages have guards). `forcing_stage` is the index of the stage to which the tokens count that the scheduler adds."""
 
     def __init__(
         self,
@@ -32,13 +32,14 @@ class FaultBarrier:
         time_budget_ms: float | None,
         *,
         ends_process: bool = False,
+        forcing_stage: int = 0,
     ):
         self.counters = Counters()
         self.rates: Any = RequestRates()
         self.emitted: tuple[int, dict[int, int]] | None = None  # counted by the scheduler; see engine/emitted.py
         self.tally: Any = None  # counts on the device; see engine/v2/feedback/tally.py
         self.budget: Any = None  # trims drafts on the device; see engine/adaptive/budget.py
-        self.forced: Forced | None = None  # tokens of this step that a grammar forces after drafts
+        self.forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
         self.late: Any = None  # asks for late drafts; see engine/v2/speculators/late.py
         self.guard = Guard(
             proposer,
@@ -48,6 +49,7 @@ class FaultBarrier:
             in_thread=time_budget_ms is not None,
             ends_process=ends_process,
         )
+        self._forcing_stage = forcing_stage
         self._vocab_size = vocab_size
         self._max_num_draft = max_num_draft
         self._logged_at = time.monotonic()
@@ -94,17 +96,17 @@ class FaultBarrier:
         return Draft.empty(batch.num_reqs) if draft is None else draft
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
-        """Counts the verification of one step, and the requests that only a grammar drafts for."""
+        """Counts the verification of one step, and the requests that only the scheduler drafts for."""
         self.counters.add(feedback)
         if self.forced is not None:
-            self.counters.add_forced(feedback, self.forced, self._of_grammar)
-            self._of_grammar.asked += num_asked
+            self.counters.add_forced(feedback, self.forced, self._forcing)
+            self._forcing.asked += num_asked
         self.rates.add(feedback)
 
     @cached_property
-    def _of_grammar(self) -> StageCounters:
-        stages: dict[str, StageCounters] = getattr(self.proposer, "stage_counters", dict)()
-        return next((stages[name] for name in stages if name.endswith(" grammar")), self.counters.whole)
+    def _forcing(self) -> StageCounters:
+        stages: list[StageCounters] = list(getattr(self.proposer, "stage_counters", dict)().values())
+        return stages[self._forcing_stage] if stages else self.counters.whole
 
     def log(self) -> None:
         """Logs the totals every LOG_EVERY_S; adapters call it in every step."""
@@ -135,7 +137,7 @@ class FaultBarrier:
 
 
 def _without_forced(feedback: Feedback, forced: Forced) -> Feedback:
-    """Removes tokens that a grammar forced: they do not belong to the proposer's draft."""
+    """Removes forced tokens: they do not belong to the proposer's draft."""
     numbers = feedback.num_draft, feedback.num_accepted
     starts = [
         forced[id_][0] if id_ in forced else num for id_, num in zip(feedback.request_ids, numbers[0], strict=True)

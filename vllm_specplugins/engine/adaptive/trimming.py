@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_specplugins.engine.adaptive.budget import Budget
-from vllm_specplugins.engine.frontend.conditions import CAN_TRIM
+from vllm_specplugins.engine.frontend.spec_config import CAN_TRIM
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.gate.step_times import lengths_up_to
 

@@ -1,13 +1,11 @@
 """Our `SpeculativeConfig`, which carries a checked configuration of ours into every process of the engine."""
 
-import copy
 import logging
-import textwrap
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from pydantic import SkipValidation, ValidationError
+from pydantic import SkipValidation
 from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -20,11 +18,11 @@ from vllm_specplugins.config import (
     MedusaConfig,
     SpecConfig,
     StageConfig,
-    built_in_stage,
     sample_methods,
 )
+from vllm_specplugins.config.built_in import built_in_stage
+from vllm_specplugins.engine.built_in import reads_lengths_on_host, speculative_config_of
 from vllm_specplugins.engine.frontend import scheduling
-from vllm_specplugins.engine.frontend.conditions import conditions_of
 from vllm_specplugins.engine.frontend.entrances import check_arrivals
 from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
@@ -32,10 +30,12 @@ from vllm_specplugins.engine.frontend.options import check_requests
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
 from vllm_specplugins.methods import reads_history, runs_target
-from vllm_specplugins.plan import make_plan
+from vllm_specplugins.plan import Conditions, make_plan
 from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 
 logger = logging.getLogger("vllm.specplugins")
+
+CAN_TRIM = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 # Every process that receives a configuration of ours imports this module, the front ends' among them.
 check_requests()
@@ -128,34 +128,13 @@ def build(
         "target_parallel_config": target_parallel_config,
     }
     if stage := built_in_stage(config):
-        return _build_with(stage, config, common)
+        return speculative_config_of(PluginSpeculativeConfig, stage, config, common)
     return PluginSpeculativeConfig(
         method=name_in_vllm(config.method),
         num_speculative_tokens=config.length,
         draft_sample_method="probabilistic" if "probabilistic" in sample_methods(config) else "greedy",
         **common,
     )
-
-
-def _build_with(stage: StageConfig, config: SpecConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
-    is_models_length = stage.method == "mtp" and not (stage.num_speculative_tokens or config.says_length)
-    if not is_models_length:
-        common["num_speculative_tokens"] = stage.num_speculative_tokens or config.length
-    try:
-        result = PluginSpeculativeConfig(
-            method=stage.method, model=stage.method_config.model, **stage.method_config.settings, **common
-        )
-    except Exception as error:  # whatever vLLM, pydantic and transformers raise
-        raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
-    if result.method != stage.method:
-        raise ConfigError(
-            f"cascade: method must be {result.method!r} for {stage.method_config.model}, not {stage.method!r}."
-        )
-    if is_models_length:
-        short = replace(stage, num_speculative_tokens=min(config.length, result.num_speculative_tokens))
-        result.plugin_config = config.with_stages([short if each is stage else each for each in config.stages])
-    result.num_speculative_tokens = config.length
-    return result
 
 
 def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
@@ -170,31 +149,6 @@ def _with_heads(stage: StageConfig) -> StageConfig:
     return (
         stage if stage.num_speculative_tokens or not heads else replace(stage, num_speculative_tokens=num_heads(heads))
     )
-
-
-def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy for the stage that is built into vLLM, with the K of that stage."""
-    alone = copy.copy(vllm_config)
-    alone.speculative_config = copy.copy(vllm_config.speculative_config)
-    alone.speculative_config.num_speculative_tokens = vllm_config.speculative_config.built_in_tokens
-    return alone
-
-
-def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    alone = copy.copy(vllm_config)
-    alone.speculative_config = copy.copy(vllm_config.speculative_config)
-    alone.speculative_config.draft_model_config = vllm_config.speculative_config.target_model_config
-    alone.speculative_config.draft_parallel_config = vllm_config.speculative_config.target_parallel_config
-    return alone
-
-
-def _first_sentence(error: Exception) -> str:
-    text, field = str(error) or type(error).__name__, ""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        text, field = first["msg"].removeprefix("Value error, "), "".join(f"{part}: " for part in first["loc"][:1])
-    sentence = " ".join(text.split()).split(". ")[0].removesuffix(".")
-    return textwrap.shorten(field + sentence, 200, placeholder=" ...") + "."
 
 
 def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
@@ -230,3 +184,42 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     if plan.scheduler is not None:
         vllm_config.scheduler_config.scheduler_cls = plan.scheduler
     logger.info("%s %s", method, plan)
+
+
+def conditions_of(vllm_config: VllmConfig, asked_async: bool | None) -> Conditions:
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    return Conditions(
+        use_v2_model_runner=vllm_config.use_v2_model_runner,
+        asked_async=asked_async,
+        async_scheduling=scheduler.async_scheduling,
+        scheduler_cls=scheduler.scheduler_cls,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        world_size=parallel.world_size,
+        has_full_cudagraphs=vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        has_lora=vllm_config.lora_config is not None,
+        untrimmed_for=_untrimmed_for(vllm_config) if vllm_config.use_v2_model_runner else None,
+    )
+
+
+def _untrimmed_for(vllm_config: Any) -> str | None:
+    """Why adaptive verification cannot trim drafts, as far as is known before the engine starts."""
+    parallel, model, config = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    if reads_lengths_on_host(config):
+        return "vLLM's drafter takes its longest query from the lengths that the host knows"
+    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        return "it needs full CUDA graphs"
+    for name, is_set in (
+        ("LoRA", vllm_config.lora_config is not None),
+        ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
+        ("batch-sharded sampling", parallel.enable_batch_sharded_sampling),
+        ("return_sampling_mask", model.return_sampling_mask),
+        ("auxiliary outputs", vllm_config.aux_output_config.enabled),
+    ):
+        if is_set:
+            return f"vLLM does not combine it with {name}"
+    backend = vllm_config.attention_config.backend
+    if backend is not None and not backend.get_class().supports_device_cpu_query_lens_mismatch():
+        return f"attention backend {backend.name} cannot, {CAN_TRIM} can"
+    return None

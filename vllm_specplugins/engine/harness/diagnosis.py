@@ -18,7 +18,7 @@ from vllm_specplugins.engine.frontend.method_names import vllm_methods
 from vllm_specplugins.engine.frontend.plugin import install, requested
 from vllm_specplugins.engine.harness.process import GIB, kv_cache_gib, memory
 from vllm_specplugins.engine.vllm_api import compat
-from vllm_specplugins.methods import BUILT_IN, METHODS
+from vllm_specplugins.methods import METHODS
 from vllm_specplugins.parsing import parse_config
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
@@ -88,7 +88,7 @@ def _plugin() -> Iterator[Finding]:
 
 
 def _registered() -> Iterator[Finding]:
-    for entry in registrations((*METHODS, *BUILT_IN, *vllm_methods())):
+    for entry in registrations((*METHODS, *vllm_methods())):
         if entry.refusal is None:
             yield Finding("registered method", f"{entry.name} ({entry.proposer}, of {entry.package})")
         else:

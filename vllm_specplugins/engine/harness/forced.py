@@ -119,7 +119,7 @@ class _OnV2:
         if not hasattr(speculator, "specplugins"):
             wrap(speculator, "propose", self._propose)
             return
-        wrap(speculator.specplugins.built_in, "take", self._take)
+        wrap(speculator.specplugins.offers, "take", self._take)
 
     def _propose(self, propose: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(*args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import DraftBatch, Int32Array, Offer
-from vllm_specplugins.engine.frontend.spec_config import for_built_in
+from vllm_specplugins.engine.built_in import for_built_in
 from vllm_specplugins.engine.hooks import replaced
 
 DRAFTERS = ("DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer")
@@ -60,9 +60,9 @@ class BuiltInDrafter:
         arguments of `propose_draft_token_ids` after the sampled tokens."""
         max_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
         has_prompt = scheduler_output.total_num_scheduled_tokens > max_decoded
-        is_needed = partial(self._cascade.needs_built_in, batch, num_accepted)
+        is_needed = partial(self._cascade.needs_offer, batch, num_accepted)
         work = partial(self._draft, is_needed, rows, scheduler_output, sampled_token_ids, *step)
-        offer: Offer | None = self._cascade.built_in_guard.call_in_engine(work, is_timed=not has_prompt)
+        offer: Offer | None = self._cascade.offer_guard.call_in_engine(work, is_timed=not has_prompt)
         return offer
 
     def _draft(

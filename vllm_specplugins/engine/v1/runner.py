@@ -15,7 +15,6 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.config import methods_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.grammar.output import NEVER, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
@@ -29,6 +28,7 @@ from vllm_specplugins.engine.v1.target import target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.methods import forces_tokens
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Target
 
@@ -82,12 +82,12 @@ class _Adapter:
 
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner, self._barrier = runner, barrier
-        methods = methods_of(runner.speculative_config.plugin_config)
-        self._forces = "grammar" in methods
+        forces = forces_tokens(runner.speculative_config.plugin_config)
+        self._forces = any(forces)
         self._reads_history = runner.speculative_config.reads_history
         # A proposer on the host drafts on rank 0; the scheduler sends its drafts to all, and asks grammars itself.
         drafts_here = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
-        self._drafts = drafts_here and methods != ["grammar"]
+        self._drafts = drafts_here and not all(forces)
         self._built_in = None
         if runner.speculative_config.built_in is not None:
             self._built_in = built_in.BuiltInDrafter(runner, barrier.proposer)

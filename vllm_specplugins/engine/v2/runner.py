@@ -12,10 +12,8 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specplugins.config import methods_of
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.emitted import VERIFIED
-from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.grammar.output import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2 import learning, memory
@@ -23,11 +21,12 @@ from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.requests import Request
-from vllm_specplugins.engine.v2.speculators.built_in import BuiltInDrafts, DraftsForHost, rating, run_before
+from vllm_specplugins.engine.v2.speculators.built_in import with_drafter
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.methods import forces_tokens
 
 
 @contextmanager
@@ -37,16 +36,9 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     kind: Any = import_object(vllm_config.speculative_config.plan.speculator)
 
     def init_speculator(vllm_config: Any, *arguments: Any) -> Any:
-        speculative_config = vllm_config.speculative_config
-        if speculative_config.built_in is None:
+        if vllm_config.speculative_config.built_in is None:
             return kind(vllm_config, *arguments)
-        theirs = rating(original, vllm_config, *arguments)
-        ours, max_num_draft = kind(without_built_in(vllm_config), *arguments), vllm_config.num_speculative_tokens
-        if isinstance(ours, DeviceSpeculator):
-            ours.built_in = BuiltInDrafts(theirs, max_num_draft, ours.outcomes)
-        else:
-            ours.built_in = DraftsForHost(theirs)
-        return run_before(theirs, ours, max_num_draft)
+        return with_drafter(original, kind, vllm_config, *arguments)
 
     with replaced(model_runner, {"init_speculator": init_speculator}):
         yield
@@ -61,7 +53,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         wrap(runner, "initialize_kv_cache", partial(_trimming_as, speculator.specplugins, speculator))
         speculator = speculator.specplugins
     speculator.barrier, barrier.tally = barrier, speculator.tally
-    methods = methods_of(runner.speculative_config.plugin_config)
+    forces = any(forces_tokens(runner.speculative_config.plugin_config))
 
     def add(scheduler_output: Any) -> None:
         slots, limits = runner.req_states.req_id_to_index, (runner.max_model_len, speculator.reads_tokens)
@@ -71,7 +63,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
             if speculator.readings is not None:
                 speculator.readings.add(requests)
         put_forced(runner, scheduler_output)
-        if "grammar" in methods:
+        if forces:
             barrier.forced = forced_in(scheduler_output)
 
     def finish(scheduler_output: Any) -> None:

@@ -23,7 +23,9 @@ def check_learning(config: SpecConfig, num_layers: int, tensor_parallel_size: in
 
 def _check_exit(config: EarlyExitConfig, num_layers: int) -> None:
     if config.exit_head is None or config.one_pass or config.exit_layer >= num_layers:
-        raise ConfigError("early_exit: learn must be false without exit_head, with look_ahead or all layers, not true.")
+        raise ConfigError(
+            "early_exit: learn must be false without exit_head, in one pass or with all layers, not true."
+        )
 
 
 def _check_jump(config: JumpConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, PromptLookupConfig, brief, built_in_stage
+from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, PromptLookupConfig, brief
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.compiled import compiled
 from vllm_specplugins.methods import BUILT_IN, METHODS, behind_gate, build_proposer, drafters
@@ -153,8 +153,7 @@ def _reads_tokens_alone(config: Config) -> bool:
     if not is_ours(config):
         return False
     parsed = parse_config(config)
-    reads_more = any(row.runs_target or not row.reads_tokens_alone for row, _ in drafters(parsed))
-    return not (reads_more or built_in_stage(parsed))
+    return all(row.reads_tokens_alone and not (row.runs_target or row.is_offered) for row, _ in drafters(parsed))
 
 
 class Fixed(Proposer):

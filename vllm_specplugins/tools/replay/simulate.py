@@ -214,7 +214,7 @@ class _Engine:
         self, barrier: FaultBarrier, drafter: Drafter, batch: DraftBatch, feedback: Feedback
     ) -> tuple[DraftBatch, Feedback]:
         """Batch and feedback after the drafter has run, as in an engine; its time is a part of the step."""
-        asks = getattr(barrier.proposer, "needs_built_in", None)  # not of a rival
+        asks = getattr(barrier.proposer, "needs_offer", None)  # not of a rival
         is_needed = asks is None or asks(batch, feedback.num_accepted)
         self._drafter_ms = drafter.step_ms(batch.num_reqs, is_needed)
         token_ids = drafter.draft(self._traffic, batch.request_ids, batch.token_ids)

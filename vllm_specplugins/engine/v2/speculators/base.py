@@ -35,7 +35,7 @@ class Speculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     report: Any
     barrier: FaultBarrier  # set by runner.attach
-    built_in: Any = None  # the drafts of a cascade's stage that is built into vLLM; set by runner.while_built
+    offers: Any = None  # the source of drafts that vLLM's drafter makes for a cascade; set by runner.while_built
     offer: Any = None  # those of this step; None: it failed, or there is none
     rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
     sampling_states: Callable[[], Any]

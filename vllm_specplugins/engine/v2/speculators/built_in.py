@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 
 from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch
 from vllm_specplugins.draft import Offer
-from vllm_specplugins.engine.frontend.spec_config import for_built_in
+from vllm_specplugins.engine.built_in import for_built_in, without_built_in
 from vllm_specplugins.engine.hooks import both, replaced
 from vllm_specplugins.structures.drafts import DraftArrays, better, of_stage
 
@@ -137,14 +137,18 @@ def context_alone(theirs: Any) -> dict[str, Any]:
     return {"query_cudagraph_manager": DFlashCudaGraphManager(*without), **nothing}
 
 
-def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
-    """Changes vLLM's speculator so that it drafts first and ours proposes. The runner holds vLLM's, since it prepares
-    that speculator's layers and KV cache. It was built with the K of its stage, but reads steps that verified up to
-    `max_num_draft` tokens of each request."""
+def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, *arguments: Any) -> Any:
+    """vLLM's speculator, changed so that it drafts first and ours, of this kind, proposes. The runner holds vLLM's,
+    since it prepares that speculator's layers and KV cache. It is built with the K of its stage, but reads steps that
+    verified up to `max_num_draft` tokens of each request."""
+    theirs, ours = rating(build, vllm_config, *arguments), kind(without_built_in(vllm_config), *arguments)
+    max_num_draft = vllm_config.num_speculative_tokens
+    is_on_device = vllm_config.speculative_config.plan.on_device
+    ours.offers = BuiltInDrafts(theirs, max_num_draft, ours.outcomes) if is_on_device else DraftsForHost(theirs)
     propose, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
 
     def drafted(input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> Any:
-        ours.built_in.start()
+        ours.offers.start()
         num_tokens = length if num_speculative_tokens is None else min(length, num_speculative_tokens)
         attributes: dict[str, Any] = {}
         if ours.spares(input_batch):  # it takes in the verified tokens, which yields one token or none
@@ -155,7 +159,7 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
             graphs.longest = None if input_batch.has_prefill else int(input_batch.num_scheduled_tokens.max())
         with replaced(theirs, attributes):
             drafts = propose(input_batch, *args, num_speculative_tokens=num_tokens, **kwargs)
-        return ours.built_in.take(drafts, num_tokens)
+        return ours.offers.take(drafts, num_tokens)
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
         """Records its first step, which reads verified tokens, as wide as a step of the target."""
@@ -177,7 +181,7 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
             ours.offer = theirs_now()
         else:
             takes_in_prompts = input_batch.num_tokens > input_batch.num_reqs * (1 + theirs.num_speculative_steps)
-            guard = ours.barrier.proposer.built_in_guard
+            guard = ours.barrier.proposer.offer_guard
             ours.offer = guard.call_in_engine(theirs_now, is_timed=not takes_in_prompts)
         result: torch.Tensor = ours.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
         return result

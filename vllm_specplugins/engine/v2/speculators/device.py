@@ -25,7 +25,6 @@ from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
 from vllm_specplugins.engine.v2.feedback.report import LateReport
 from vllm_specplugins.engine.v2.requests import DraftLimits, Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
-from vllm_specplugins.engine.v2.speculators.built_in import BuiltInDrafts
 from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.gate.step_times import lengths_up_to
@@ -37,7 +36,6 @@ from vllm_specplugins.target import Target
 class DeviceSpeculator(Speculator):
     """Drafts on the device. Drafting outside of a graph is guarded like any proposer."""
 
-    built_in: BuiltInDrafts | None
     budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -90,7 +88,7 @@ class DeviceSpeculator(Speculator):
             return proposer
         first, second = config.stages
         proposers = self.lookups.new_proposer(first, context), build_proposer(second, context)
-        self._sources = [self.lookups, self.built_in or self._model_source(proposers[MODEL])]
+        self._sources = [self.lookups, self.offers or self._model_source(proposers[MODEL])]
         return DeviceCascade(config.stages, proposers, context)
 
     def _model_source(self, proposer: Any) -> DeviceSource:
@@ -152,7 +150,7 @@ class DeviceSpeculator(Speculator):
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
         """Whether this step drafts nothing, like the last one. A drafter of vLLM's has to see all tokens."""
-        rests = self.built_in is None and self.tally.rests(input_batch, max_tokens)
+        rests = self.offers is None and self.tally.rests(input_batch, max_tokens)
         if rests:
             self.outcomes.rest()
         return rests
@@ -165,7 +163,7 @@ class DeviceSpeculator(Speculator):
         if self.lookups.late is not None:
             self.lookups.late.step(max_tokens)
         self._begin(num_reqs, max_tokens, input_batch.idx_mapping, num_sampled, num_rejected)
-        num_steps = 0 if self.built_in is None and self.spares(input_batch) else max_tokens
+        num_steps = 0 if self.offers is None and self.spares(input_batch) else max_tokens
         self._depth = next((depth for depth in self._depths if depth >= num_steps), self._depths[-1])
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
@@ -196,8 +194,8 @@ class DeviceSpeculator(Speculator):
 
     def _begin(self, num_reqs: int, max_tokens: int, *sampled: torch.Tensor) -> None:
         self.limits.begin(max_tokens)
-        if self.built_in is not None and self.offer is None:
-            self.built_in.begin(0)
+        if self.offers is not None and self.offer is None:
+            self.offers.begin(0)
         self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
@@ -253,7 +251,7 @@ class DeviceSpeculator(Speculator):
     @property
     def _rates(self) -> bool:
         """Whether the stages' records estimate acceptance probabilities."""
-        chooses = self.built_in is not None and self._policy == "auto"
+        chooses = self.offers is not None and self._policy == "auto"
         return bool(self.lookups) and (self.enable_adaptive_verification or chooses)
 
     @property
