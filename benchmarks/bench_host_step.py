@@ -345,7 +345,7 @@ def measure(
 
 
 def changed(found: Iterable[dict[str, Any]]) -> list[str]:
-    """Arms that launch, copy or wait otherwise in a step than the table of docs/figures.md has it."""
+    """Arms that launch, copy or wait otherwise in a step than the table of docs/research/figures.md has it."""
     known = {row["arm"]: row["counts"] for row in json.loads(TABLE.read_text())["rows"]}
     return [
         f"{row['arm']}: a step has {row['counts']}, in {TABLE.name} {known[row['arm']]}"

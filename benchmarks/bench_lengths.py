@@ -36,7 +36,7 @@ LONGEST = 31
 LENGTHS = 2, 5, 8, 12, 15, 24, 31
 COSTS = {
     "lengths": CostTable({1: 5.306, 180: 6.38, 181: 6.407}),
-    "cpu": CostTable({1: 42.0, 2: 41.0, 3: 39.0, 4: 38.0, 6: 38.0, 16: 57.0, 32: 105.0}),  # docs/figures.md
+    "cpu": CostTable({1: 42.0, 2: 41.0, 3: 39.0, 4: 38.0, 6: 38.0, 16: 57.0, 32: 105.0}),  # docs/research
     "h100": H100,
 }
 BEST, MIXED_BEST, TWICE = 0.97, 0.95, 2.0  # of the best; where few copy; of ngram_gpu's K = 5 on edits at 1 and 8

@@ -33,7 +33,7 @@ ends](operating.md#other-front-ends) drop it).
 - `stages`: Selects stages of the cascade by name, `"early_exit"` or `"1 early_exit"`.
 - `reference` (text or token ids, at most the model's context): Gives lookups a text that the output may repeat. The model
   does not see it.
-- `learn`: false keeps the output out of the store and of [learning](choose-a-method.md#learn-while-serving).
+- `learn`: false keeps the output out of the store and of [learning](train.md#learn-while-serving).
 
 A custom proposer may define [more](write-a-proposer.md#options-of-a-request). Without the reference, the JSON text has
 at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
@@ -47,8 +47,8 @@ ENVIRONMENT = """## Environment variables
 - `VLLM_SPECPLUGINS_METRICS_PORT` exports metrics on a port of the engine, [for other front
   ends](operating.md#other-front-ends).
 - `VLLM_SPECPLUGINS_DISABLE=1` disables the plugin; its methods are then refused.
-- `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` (vLLM's), if set, for example to `8192`, replaces our [costs](compatibility.md#scheduling) of draft tokens by vLLM's.
-- `VLLM_SPECPLUGINS_SELF_CHECK`: `1` (default) [checks kernels](compatibility.md#kernels-on-a-new-device) at the start,
+- `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` (vLLM's), if set, for example to `8192`, replaces our [costs](compatibility.md#costs-of-a-draft-token) of draft tokens by vLLM's.
+- `VLLM_SPECPLUGINS_SELF_CHECK`: `1` (default) [checks kernels](versions.md#what-is-checked) at the start,
   except on CPUs; `0` skips this; `only` checks, prints and exits.
 """
 
@@ -56,7 +56,7 @@ ENVIRONMENT = """## Environment variables
 def arguments(owner: type) -> dict[str, str]:
     """The Args section of a class's docstring, by name."""
     _, _, section = cleandoc(owner.__doc__ or "").partition("Args:\n")
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    found = re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(words.split()) for name, words in found}
 
 

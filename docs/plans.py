@@ -1,6 +1,10 @@
-"""Writes the table of plans into docs/compatibility.md: `python docs/plans.py`."""
+"""Writes the tables of plans into the pages that ask for them: `python docs/plans.py`.
 
-from collections.abc import Iterator
+A page asks with the comment `Written by docs/plans.py`, and may name the rows: `: suffix_lookup | prompt_lookup, jump`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +12,10 @@ from vllm_specplugins.methods import runs_target
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.plan import Conditions, make_plan
 
-PAGE = Path(__file__).with_name("compatibility.md")
-BEGIN, END = "<!-- Written by docs/plans.py. -->", "<!-- End of the table. -->"
+DOCS = Path(__file__).parent
+BLOCK = re.compile(
+    r"(<!-- Written by docs/plans\.py(?:: ([^>]*?))?\.? -->\n).*?(<!-- End of the table\. -->)", re.DOTALL
+)
 FIELDS: dict[str, dict[str, Any]] = {
     "jump": {"head": "folder"},
     "medusa": {"heads": "folder"},
@@ -47,19 +53,28 @@ def cell(methods: str, engine: Conditions) -> str:
     return f"{place}, {'async' if plan.is_async else 'sync'}{', trimmed' if plan.trims else ''}"
 
 
-def table() -> Iterator[str]:
+def table(rows: Iterable[str]) -> Iterator[str]:
     yield f"| method, or stages | {' | '.join(ENGINES)} |"
     yield f"|---|{'---|' * len(ENGINES)}"
-    for methods in METHODS:
+    for methods in rows:
         names = ", ".join(f"`{name}`" for name in methods.split(", "))
         yield f"| {names} | {' | '.join(cell(methods, engine) for engine in ENGINES.values())} |"
 
 
-def page() -> str:
-    """The page with the table as it is now."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return "\n".join([before + BEGIN, "", *table(), "", END + rest.partition(END)[2]])
+def page(text: str) -> str:
+    """A page's text with its tables as they are now."""
+
+    def written(block: re.Match[str]) -> str:
+        rows = block[2].split(" | ") if block[2] else METHODS
+        return "\n".join([block[1], *table(rows), "", block[3]])
+
+    return BLOCK.sub(written, text)
+
+
+def pages() -> list[Path]:
+    return [path for path in DOCS.rglob("*.md") if BLOCK.search(path.read_text())]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path in pages():
+        path.write_text(page(path.read_text()))

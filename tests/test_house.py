@@ -141,8 +141,8 @@ def main(*features: str) -> None:
     print(f"of these, tools: {num_lines(tools)} lines")
     tests = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     print(f"tests and benchmarks: {num_lines(tests)} lines")
-    prose = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    print(f"prose: {sum(path.stat().st_size for path in prose) / 1000:.1f} kB")
+    prose = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    print(f"prose, with generated pages: {sum(path.stat().st_size for path in prose) / 1000:.1f} kB")
     print(f"vague words: {num_vague_words()}")
     print(f"functions: {median(lengths):.0f} lines in the median, {lengths[-1]} at most")
     print(f"files: {max(path.read_text().count(chr(10)) for path in PRODUCT)} lines at most")

@@ -1,5 +1,5 @@
 """Each method of ours, for the tiny models of families.py, and what engines run them with: the cells of the table in
-docs/limits.md that a run of one engine fills.
+docs/support.md that a run of one engine fills.
 """
 
 import json

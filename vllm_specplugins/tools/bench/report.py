@@ -115,7 +115,7 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
             yield (
                 f"{row.method} ({row.cell}) decodes {row.decoding.median:.2f}x as fast with {row.tokens_per_step:.2f} "
                 f"tokens/step: its steps took {row.step_cost} of one without speculation, as on some CPUs "
-                "(docs/figures.md)."
+                "(docs/research/figures.md)."
             )
         if row.num_faults:
             yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."

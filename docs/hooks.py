@@ -1,0 +1,34 @@
+"""mkdocs: pages that lie in the repository's root, and links to files that are not part of the site."""
+
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT_PAGES = ("DESIGN.md", "CHANGELOG.md", "SECURITY.md")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for name in ROOT_PAGES:
+        files.append(File.generated(config, name, abs_src_path=f"{config.docs_dir}/../{name}"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links from a root page into docs/ and back stay links; one to another file of the repository becomes its name."""
+    folder = PurePosixPath(page.file.src_uri).parent
+    up = "../" * (len(folder.parts) + 1)
+
+    def link(match: re.Match[str]) -> str:
+        words, target, anchor = match[1], match[2], match[3] or ""
+        if page.file.src_uri in ROOT_PAGES:
+            inside = target in ROOT_PAGES or target.startswith("docs/")
+            return f"[{words}]({target.removeprefix('docs/')}{anchor})" if inside else f"{words} (`{target}`)"
+        if not target.startswith(up):
+            return match[0]
+        name = target.removeprefix(up)
+        return f"[{words}]({target.removeprefix('../')}{anchor})" if name in ROOT_PAGES else f"{words} (`{name}`)"
+
+    return LINK.sub(link, markdown)
