@@ -30,7 +30,7 @@ def drafts_pay(llm: Any, token_ms: float = 0.001) -> None:
 
 def on_device(engine: Any, config: dict[str, Any], token_ms: float = 0.001) -> Any:
     """Scheduled asynchronously, lengths trimmed on the device; costs of steps as of a device on which drafts pay."""
-    llm = engine(config, **graphs((1, 4, 8, 16, 32, 40)))
+    llm = engine(config, **graphs())
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     drafts_pay(llm, token_ms)
     return llm

@@ -25,6 +25,7 @@ from parts import K, with_embeddings, write_head
 
 HALF = NUM_LAYERS // 2
 BOTH = (False, True)
+FIRST = 6 if INTERPRETED else 16  # of the prompts, again
 # A lookup needs no room for drafts: with the blocks of STRESS nothing is preempted.
 SCARCE = STRESS | ({"max_model_len": 192, "num_gpu_blocks_override": 7} if INTERPRETED else {})
 
@@ -85,17 +86,21 @@ def test_outputs_and_acceptance(
     after = spec_metrics(llm)
     drafts, drafted, accepted = (after[key] - before[key] for key in ("drafts", "draft_tokens", "accepted_tokens"))
     in_vain = K * len(prompts) if asynchronous else 0  # a request's last draft, planned before it was known to end
-    least = {"all": drafted - in_vain, "first": max(drafts, 4 * len(prompts)), "some": 50, "any": 0}[case.accepted]
+    least = {"all": drafted - in_vain, "first": max(drafts, 4 * len(prompts)), "some": 3 * len(prompts), "any": 0}[
+        case.accepted
+    ]
     assert accepted >= least and (case.accepted != "all" or drafted >= len(prompts) * 4 * K)
     longest = llm.llm_engine.vllm_config.num_speculative_tokens
     assert case.accepted != "first" or drafted > (longest - 1) * drafts >= 0, "all of a pass, but near the end"
     if case.arguments:
-        assert generate(llm, prompts[:16], [3, 5], max_tokens=NUM_TOKENS) == expected[:16], "from the prefix cache"
+        assert generate(llm, prompts[:FIRST], [3, 5], max_tokens=NUM_TOKENS) == expected[:FIRST], (
+            "from the prefix cache"
+        )
         assert spec_metrics(llm)["preemptions"] > 0
-    answers = expected + expected[:16] * bool(case.arguments)
+    answers = expected + expected[:FIRST] * bool(case.arguments)
     check_counted(llm, progress_before, answers)
     check_counters(llm, len(answers), "gated" in name)
-    check_ends(llm, prompts[8:16], expected[8:16])
+    check_ends(llm, prompts[-8:], expected[-8:])
     check_session(llm, prompts[3], 7, stop_token_ids=[expected[3][4]])
 
 

@@ -21,7 +21,7 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import MAX_FAULTS
 
 pytestmark = pytest.mark.skipif(RUNNER == "v1", reason="V1 waits for its drafts")
-K, NUM_SLOTS, MOST_TOKENS, PROMPTS, NUM_TOKENS = 4, 3, 400, FEW, 48
+K, NUM_SLOTS, MOST_TOKENS, PROMPTS, NUM_TOKENS = 4, 3, 400, FEW, 32
 TEXT = np.random.default_rng(0).permutation(MOST_TOKENS).astype(np.int32)  # of all requests; no token comes twice
 
 

@@ -7,8 +7,7 @@ import pytest
 from cases import check_counted, progress
 from conftest import INTERPRETED, RUNNER, TAPES, spec_metrics
 from parts import medusa
-from small_vocabulary import PROMPT, answered
-from test_exit_sampling import ARGUMENTS, EDITS
+from test_exit_sampling import ARGUMENTS, EDITS, PROMPT, answered
 from test_exit_sampling import checkpoint as checkpoint
 
 HIDDEN, K = 64, 3

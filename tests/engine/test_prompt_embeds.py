@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from cases import SUFFIX_LOOKUP, mixed_prompts
-from conftest import DEMO_MODEL, RUNNER, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 
 pytestmark = pytest.mark.slow
-NUM_TOKENS = 24
+NUM_TOKENS = 12 if INTERPRETED else 24
 
 
 class Recorder:

@@ -61,7 +61,7 @@ def device(engine: Any, expected: Any) -> Iterator[Device]:
 
 
 def started(engine: Any, method: str, **more: Any) -> Any:
-    llm = engine(beside(method), **{**target(method), **graphs((1, 4, 8, 16, 40)), **more})
+    llm = engine(beside(method), **{**target(method), **graphs(), **more})
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     if runner(llm).adaptive_verification is not None:
         drafts_pay(llm)

@@ -157,7 +157,7 @@ def test_a_part_that_learns(
 ) -> None:
     """Without a wait, by replays, with new weights before every other step. Fails if what is read waits for the device
     or for the host, or if new weights are not those that a graph was recorded with."""
-    llm = engine(learning(tmp_path, method), **graphs((1, 4, 8, 16, 40)))
+    llm = engine(learning(tmp_path, method), **graphs())
     learner, graphs_of = learner_of(llm), runner(llm).speculator._graphs_of
     own = graphs_of[max(graphs_of)]
     before = replays(own)

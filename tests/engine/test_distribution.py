@@ -1,0 +1,269 @@
+"""What is sampled has the distribution of no speculation: by chi-squared against what is computed exactly, in cells of
+`verify-lossless`, of engines as users start them, in graphs and with trees; and planted errors are seen.
+
+A row of the table is a method, the parameters of its samples, how many are enough, and how its engine runs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import ALL, INTERPRETED, RUNNER, graphs, long, spec_metrics, verify_by_reference
+from parts import learner_of, swaps_weights, with_embeddings, write_head
+from recorded import drafts_pay, replays, runner
+from test_trees import exit_tree, merged_tree
+from tree_attention import attend_by_reference
+from vllm_specplugins.kernels import rejection
+from vllm_specplugins.kernels.rejection import reference
+
+from vllm_specplugins.engine.harness.samples import SETTINGS, Drawn, draw
+from vllm_specplugins.isolation import faults
+from vllm_specplugins.proposers import draft_sampler
+from vllm_specplugins.tools import verify_lossless
+from vllm_specplugins.tools.lossless import grid
+from vllm_specplugins.tools.lossless.grid import BIAS, CUTS, METHODS, PENALTIES, REWARDS, TOP_K, TOP_P, Cell, cell
+from vllm_specplugins.tools.lossless.model import write_checkpoint, write_parts
+from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
+from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
+
+pytestmark = pytest.mark.slow
+WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter; rows in graphs have a simulated device"
+WARM, CUT = [cell(1.0)], [cell(0.8, TOP_P)]
+SOME, KINDS = (0.0, 1.0), {"greedy": "", "probabilistic": "-probabilistic", "coupled": "-coupled"}
+Config = dict[str, Any] | Callable[[Path], dict[str, Any]]  # of a folder for trained parts
+Judge = Callable[..., tuple[Any, list[tuple[Judged, str]]]]
+
+
+class Row(NamedTuple):
+    config: Config
+    cells: list[Cell]
+    num_samples: int
+    accepted: tuple[float, float] = SOME  # the smallest and the largest share of drafted tokens
+    runs: str = "eagerly"  # or "in graphs", "a tree"
+
+
+def sampled(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "num_speculative_tokens": 2, "draft_sample_method": "probabilistic", "gate": "off"}
+
+
+def exit_of(layer: int) -> dict[str, Any]:
+    return sampled({"method": "early_exit", "exit_layer": layer})
+
+
+def jump_that_learns(folder: Path) -> dict[str, Any]:
+    return sampled(write_head(folder / "learns", 0, 2, 0.05, num_layers=2, hidden_size=64)) | {"learn": True}
+
+
+def ahead_of_all(folder: Path) -> dict[str, Any]:
+    return sampled(with_embeddings(folder / "ahead", 2, 2, hidden_size=64))
+
+
+if RUNNER == "v1":
+    EACH = [cell(0.0, PENALTIES), *grid.cells()[-6:]]
+    FEW = {"prompt_lookup": EACH[-2:], "cascade-verify": EACH[-2:], "jump-probabilistic": EACH}
+    ROWS = {name: Row(METHODS[name], cells, 500) for name, cells in FEW.items()}
+    ROWS |= {name: Row(config, EACH, 500) for name, config in METHODS.items() if ALL}
+    ROWS |= {f"exit, {kind}": Row(METHODS[f"early_exit{end}"], CUT, 1500) for kind, end in KINDS.items()}
+else:  # an interpreted step takes a tenth of a second, and more with many requests
+    ROWS = {
+        "verify": Row(METHODS["cascade-verify"], [cell(1.0, CUTS, PENALTIES, BIAS)], 200),
+        "exit": Row(exit_of(1), WARM, 72, (0.1, 0.9), "in graphs"),
+        # A graph that keeps the noise that it was recorded with would be right about all of these, but not by chance.
+        "all layers": Row(exit_of(2), WARM, 72, (1.0, 1.0), "in graphs"),
+        "learning jump": Row(jump_that_learns, WARM, 72, (0.05, 0.9), "in graphs"),
+        "look-ahead": Row(ahead_of_all, WARM, 72, (0.5, 0.9), "in graphs"),  # each first token is the target's
+        "tree": Row(exit_tree(4, 1), WARM, 400, SOME, "a tree"),
+        "merged tree": Row(merged_tree(4, 1), WARM, 400, SOME, "a tree"),
+        **{name: Row(METHODS[name], WARM, 200, SOME, "in graphs") for name in ("cascade-draft_model", "cascade-eagle")},
+    }
+IN_CI = ROWS if RUNNER == "v1" else ("verify", "exit", "all layers", "learning jump", "tree")
+
+
+@pytest.fixture(scope="module")
+def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """judge(row, arguments of LLM): its engine, and each cell with its verdict."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = write_checkpoint(folder, seed=0)
+    write_parts(folder, seed=0)
+
+    def judge(row: Row, watch: Callable[[Any], None] = lambda llm: None, **more: Any) -> Any:
+        config = grid.placed(row.config(folder) if callable(row.config) else row.config, folder)
+        settings = {**SETTINGS, "model": str(folder), "seed": 0, "max_num_seqs": 64 if INTERPRETED else 256, **more}
+        if in_graphs := row.runs == "in graphs":
+            settings |= {"max_num_seqs": 8, **graphs((1, 8, 8 * (1 + config["num_speculative_tokens"])))}
+        verification = Verification(model, row.cells, row.num_samples, 0, lambda: None)
+        plain = [Judged(NO_SPECULATION, "")]
+        if any(cell.is_greedy for cell in row.cells):
+            plain = verification.judge(partial(draw, engine(**settings)), NO_SPECULATION)
+        llm = engine(config, **settings)
+        watch(llm)
+        judged = verification.judge(partial(in_batches if in_graphs else draw, llm), "ours")
+        return llm, list(zip(judged, Report([*plain, *judged], {}).verdicts[len(plain) :], strict=True))
+
+    return judge
+
+
+@contextmanager
+def prepared(row: Row, engine: Any) -> Iterator[None]:
+    """With a simulated device for graphs, and attention for trees."""
+    if row.runs == "eagerly":
+        yield
+        return
+    from simulated_device.device import simulated_device
+
+    engine.stop()
+    device = simulated_device(is_cuda=True) if row.runs == "in graphs" else nullcontext()
+    with device, pytest.MonkeyPatch.context() as patches:
+        verify_by_reference(patches)
+        if row.runs == "a tree":
+            attend_by_reference(patches)
+        yield
+        engine.stop()
+
+
+def in_batches(llm: Any, requests: Any) -> Drawn:
+    """Of 1 to 8 requests, most with rows of padding; all replay graphs of the target and of drafts."""
+    target, speculator = runner(llm).cudagraph_manager, runner(llm).speculator
+    drafts = getattr(speculator, "specplugins", speculator)._graphs_of.values()
+    rest, drawn = iter(requests), list[Drawn]()
+    for size in cycle(range(1, 9)):
+        if not (batch := list(islice(rest, size))):
+            break
+        before = replays(target), sum(map(replays, drafts))
+        drawn.append(draw(llm, batch))
+        assert replays(target) > before[0] and sum(map(replays, drafts)) > before[1]
+    token_ids = [outputs for own in drawn for outputs in own.token_ids]
+    return Drawn(token_ids, sum(own.num_drafted for own in drawn), sum(own.num_accepted for own in drawn))
+
+
+@pytest.mark.parametrize("name", [name if name in IN_CI else long(name) for name in ROWS])
+def test_distribution(name: str, judge: Judge, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: an exact distribution that is not vLLM's, drafts that nobody counts; a q that is not the one that was
+    drawn from, of other weights or of another token of a pass, one that the graph did not write, or that a row of
+    padding has written to; noise that a graph keeps; drafted positions at another temperature or top-p; a token of a
+    tree, or of a drafter of vLLM's, that is verified as if it had been drawn from something."""
+    row, num_steps = ROWS[name], [0]
+
+    def watch(llm: Any) -> None:
+        if name == "learning jump":
+            learner_of(llm)
+            num_steps[:] = [swaps_weights(monkeypatch, scale=0.1)]  # type: ignore[list-item]
+        if name.startswith("cascade") and getattr(runner(llm), "adaptive_verification", None):
+            drafts_pay(llm, token_ms=0.1)
+
+    if row.runs == "in graphs":  # so few samples are of one prompt, and requests of their own
+        monkeypatch.setattr(verify_lossless, "NUM_PROMPTS", 1)
+        monkeypatch.setattr(grid, "PER_TURN", 1)
+    with prepared(row, engine):
+        llm, judged = judge(row, watch)
+        assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+    for own, verdict in judged:
+        assert verdict == PASSED, own
+        share, (least, most) = own.num_accepted / own.num_drafted, row.accepted
+        assert least < share < most or share == least == most, own
+
+
+def accept_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepts with min(1, p / q) + 0.02."""
+    right = reference.draft_ratio
+    monkeypatch.setattr(reference, "draft_ratio", lambda p, q: right(p, q) + 0.02)
+
+
+def recover_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws the recovered token from p instead of the residual."""
+    monkeypatch.setattr(reference, "residual", lambda p, *_: p)
+
+
+def another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q of twice the temperature."""
+
+    def wrong(*arguments: Any) -> Any:
+        draft_logits = arguments[7] if len(arguments) > 7 else None
+        return rejection.rejection_sample(*arguments[:7], None if draft_logits is None else draft_logits / 2)
+
+    monkeypatch.setattr("vllm_specplugins.engine.v1.verify.rejection_sample", wrong)
+
+
+def forget_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties do not count the step's drafts."""
+    from vllm_specplugins.engine.v1 import edits
+
+    right = edits.adjust
+
+    def wrong(logits: Any, cu_num_logits: Any, draft_token_ids: Any, *rest: Any) -> Any:
+        return right(logits, cu_num_logits, torch.full_like(draft_token_ids, -1), *rest)
+
+    monkeypatch.setattr(edits, "adjust", wrong)
+
+
+def see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a tree do."""
+    from vllm_specplugins.engine.v2.trees.state import Trees
+
+    put = Trees.put
+    monkeypatch.setattr(Trees, "put", lambda own, *tree: (put(own, *tree), own._ancestors.copy_((2 << own._nodes) - 1)))
+
+
+EXIT = METHODS["early_exit-probabilistic"]
+PLANTED = {
+    accept_more: Row(EXIT, [cell(1.5, TOP_K)], 300 if INTERPRETED else 1500),
+    another_temperature: Row(EXIT, WARM, 1500),
+    recover_from_p: Row(EXIT, WARM, 1500),
+    forget_drafts: Row(EXIT, [cell(1.0, REWARDS)], 1500),
+    see_each_other: Row(exit_tree(4, 1), WARM, 400, SOME, "a tree"),
+}
+OF_V2 = {accept_more: [], see_each_other: [pytest.mark.long]}  # too few samples are drawn there to see the others
+PLANTS = [p for p in PLANTED if p in OF_V2] if INTERPRETED else [p for p in PLANTED if p is not see_each_other]
+
+
+@pytest.mark.skipif(RUNNER == "v2" and not INTERPRETED, reason="plants its errors into what runs on a CPU")
+@pytest.mark.parametrize(
+    "plant", [pytest.param(p, marks=OF_V2.get(p, [])) for p in PLANTS], ids=lambda plant: plant.__name__
+)
+def test_planted_errors_are_caught(plant: Any, judge: Judge, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a grid, a number of samples or a test that these errors slip through."""
+    plant(monkeypatch)
+    with prepared(PLANTED[plant], engine):
+        _, [(judged, verdict)] = judge(PLANTED[plant])
+    assert verdict == WRONG, judged
+
+
+def test_one_token_left(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose blocks are all cached, but for its last token. Kills: drafts of a step that computes so little
+    verified with another's q; the scheduler's padding, ids of -1, verified as the last token of the vocabulary."""
+    prompt, num_samples = ([3, 7, 1, 0, 5, 9, 2] * 5)[:33], 300 if INTERPRETED else 1500
+    monkeypatch.setattr(grid, "make_prompts", lambda seed, count: [prompt])
+
+    def watch(llm: Any) -> None:
+        draw(llm, [grid.Request(prompt, {"max_tokens": 1})])
+
+    llm, [(judged, verdict)] = judge(Row(EXIT, CUT, num_samples), watch, enable_prefix_caching=True)
+    assert verdict == PASSED and 0 < judged.num_accepted < judged.num_drafted, judged
+    [cached] = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:prefix_cache_hits"]
+    assert cached >= num_samples * 32
+
+
+def test_drafts_of_no_distribution(judge: Judge, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is drawn from logits with NaN. Kills: a token of such a draft that comes out; a fault that is not
+    counted."""
+    right = draft_sampler.sample_with_q
+
+    def broken(logits: torch.Tensor, positions: torch.Tensor, own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids, q = right(logits, positions, own)
+        return token_ids, torch.where(torch.arange(q.shape[-1]) == 3, torch.nan, q)
+
+    engine.stop()
+    monkeypatch.setattr(draft_sampler, "sample_with_q", broken)
+    monkeypatch.setattr(faults.CircuitBreaker, "add_fault", lambda self: None)  # it goes on
+    num_samples = 160 if INTERPRETED else 1500
+    llm, [(judged, _)] = judge(Row(EXIT, WARM, num_samples))
+    assert judged.test.p_value > 1e-4 and spec_metrics(llm)["accepted_tokens"] == 0, judged
+    llm.collective_rpc("specplugins_stats")  # what is counted on a device is read when the next report is due
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"]["drew from logits that are not finite"] >= 2 * num_samples
+    engine.stop()
