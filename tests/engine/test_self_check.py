@@ -88,9 +88,9 @@ def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -
     assert served <= warmed, sorted(served - warmed)
 
 
-@pytest.mark.parametrize("failing", ["verification", "noise"])
+@pytest.mark.parametrize("failing", ["verification", "rows"])
 def test_falls_back(engine: Any, on_a_device: None, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that differs is done without, and the server serves. Kills: ours that stays; drafts that go on."""
+    """A kernel that differs leaves all to vLLM. Kills: a sampler of ours that stays; drafts that go on."""
     from vllm import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -100,16 +100,13 @@ def test_falls_back(engine: Any, on_a_device: None, failing: str, monkeypatch: p
 
     found = [Finding(failing, "differs from its reference")]
     monkeypatch.setattr(self_check, "check_device", lambda *_: iter(found))
-    monkeypatch.setattr(self_check, "warm_up", lambda *_: None)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     llm = engine(CONFIG, max_num_seqs=3 + len(failing))  # an engine of its own
     runner = runner_of(llm)
-    assert (type(runner.rejection_sampler) is RejectionSampler) == (failing == "verification")
-    assert (type(runner.sampler) is Sampler) == (failing == "verification")
+    assert type(runner.rejection_sampler) is RejectionSampler and type(runner.sampler) is Sampler
     outputs = [tuple(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
     biased = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias={11: 100.0}, min_p=0.1)
     assert llm.generate(PROMPTS[:1], biased, use_tqdm=False)[0].outputs[0].token_ids == [11] * 4
-    drafted = llm.collective_rpc("specplugins_stats")[0]["drafted_tokens"]
-    assert drafted == 0  # they are drawn by kernels of verification, too
+    assert llm.collective_rpc("specplugins_stats")[0]["drafted_tokens"] == 0
     plain = engine(None, max_num_seqs=3)
     assert outputs == [tuple(o.outputs[0].token_ids) for o in plain.generate(PROMPTS, greedy, use_tqdm=False)]

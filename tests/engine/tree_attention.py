@@ -25,7 +25,7 @@ def launch(name: str, kernel: Any, writes: list[torch.Tensor]) -> None:
     tape.launch(name, kernel, writes)
 
 
-def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: float, implementation: Any) -> None:
+def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: float) -> None:
     launch("attend", partial(reference.attend, out, query, cache, mask, scale), [out])
 
 

@@ -37,7 +37,6 @@ class DeviceBatch(NamedTuple):
     longest: int | None = None
     rates: bool = False
     on_logits: OnLogits | None = None
-    implementation: str | None = None
 
 
 class DeviceSource(Protocol):
@@ -86,7 +85,7 @@ class DeviceModel:
         sure = None if steps.largest_probs is None else steps.largest_probs.clamp(max=LARGEST_PROB)
         first = Chain(prefix.token_ids, prefix.num_draft, prefix.confidence)
         second = Chain(steps.token_ids, max_tokens, sure)
-        joined = join(first, second, continues, batch.implementation)
+        joined = join(first, second, continues)
         token_ids, num_draft, stage, confidence, num_second = joined
         return DraftArrays(token_ids, num_draft, stage, confidence, None, steps.logits, (looked_up, num_second))
 

@@ -102,12 +102,11 @@ class Budget:
         self,
         manager: Any,
         accept_probs: AcceptProbs | None,
-        implementation: str | None = None,
         edits_any: Callable[[np.ndarray], bool] = lambda slots: False,
         max_model_len: int = 0,
     ):
         self._edits_any = edits_any
-        self._manager, self._probs, self._implementation = manager, accept_probs, implementation
+        self._manager, self._probs = manager, accept_probs
         self._req_states, num_slots = manager.req_states, manager.req_states.max_num_reqs
         max_num_draft = manager.num_speculative_steps
         self._mean_survival, self._had_none = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots, bool)
@@ -216,7 +215,7 @@ class Budget:
 
     def _share(self, slots: torch.Tensor, budget: int, counts: torch.Tensor) -> None:
         bonus = self._manager.num_bonus_tokens
-        share_budget(self._layout, self._newest, slots, counts, budget, bonus, self._implementation)
+        share_budget(self._layout, self._newest, slots, counts, budget, bonus)
 
     def _uniform_counts(self, num_reqs: int, num_draft: int) -> torch.Tensor:
         """[2, R], draft tokens of each request and its one other token."""

@@ -35,8 +35,8 @@ def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Call
                 record = manager.record_confidences  # the runner may hand over those of a drafter of vLLM's
                 manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
                 edits_any = getattr(getattr(runner.rejection_sampler, "editor", None), "edits_any", lambda slots: False)
-                rated = speculator.outcomes.shared_probs, speculator.budget_implementation
-                speculator.barrier.budget = Budget(manager, *rated, edits_any, runner.max_model_len)
+                budget = Budget(manager, speculator.outcomes.shared_probs, edits_any, runner.max_model_len)
+                speculator.barrier.budget = budget
                 return manager
         except ValueError as error:
             names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})

@@ -55,8 +55,6 @@ class DraftLimits:
     """The limits of all request slots, in tensors that stay in place because graphs read them. A request may allow only
     some of a cascade's `stages`."""
 
-    implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
-
     def __init__(self, req_states: Any, max_num_draft: int, device: torch.device, stages: Sequence[StageConfig] = ()):
         self._req_states, self._max_num_draft = req_states, max_num_draft
         self._stages = [stage.method for stage in stages]
@@ -86,4 +84,4 @@ class DraftLimits:
     def wanted(self, rows: Rows, mapping: torch.Tensor) -> Wanted:
         """How many tokens each row wants, by the rule of `draft_limit`; kernels/steps describes `mapping`."""
         limits = self._req_states.total_len.gpu, self._limits, self._step_limit_there
-        return limit(rows, *limits, mapping, tuple(self.of_stages), self.implementation)
+        return limit(rows, *limits, mapping, tuple(self.of_stages))

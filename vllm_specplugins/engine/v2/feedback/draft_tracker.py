@@ -29,12 +29,10 @@ class DraftTracker:
     Attributes:
         accept_probs: [rows, K], of this step's drafts, 0 after a draft's end.
         shared_probs: the same by slot, where the host reads them, too; None: see new_accept_probs.
-        implementation: of kernels/acceptance; "reference" where a kernel failed its check.
         learned: the observed draft if it is not the one sent.
         fates: the last draft's outcome, (accepted + 1, rejected), [R] int32 each.
     """
 
-    implementation: str | None = None
     learned: DraftArrays | None = None
     fates: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -95,19 +93,19 @@ class DraftTracker:
     def observe(self, num_rows: int) -> None:
         """Learns from the outcome of the last drafts; once a step, before `keep`."""
         slots, *fates = self.step_rows(num_rows)
-        acceptance.observe(self._state, slots, *(self.fates or fates), self.implementation)
+        acceptance.observe(self._state, slots, *(self.fates or fates))
 
     def worth(self, drafts: DraftArrays, copies_from: int | None = None, other: Other | None = None) -> Worth:
         """Weighs drafts against another stage. Rows copy if they gain at least `copies_from` tokens."""
         slots, copies = self._rows.slots[: len(drafts.num_draft)], None
         if copies_from is not None and self._copies is not None:
             copies = self._copies.mapped, copies_from
-        return worth(self._state, slots, _rated(drafts), other, copies, self.implementation)
+        return worth(self._state, slots, _rated(drafts), other, copies)
 
     def survivals(self, drafts: DraftArrays) -> torch.Tensor:
         """[R, K], the probability that all tokens of a draft up to each place are accepted."""
         slots = self._rows.slots[: len(drafts.num_draft)]
-        survival: torch.Tensor = survivals(self._state, slots, _rated(drafts), self.implementation)
+        survival: torch.Tensor = survivals(self._state, slots, _rated(drafts))
         return survival
 
     def watch_copies(self) -> None:
@@ -130,7 +128,7 @@ class DraftTracker:
         self.tally.add_rows(rows, max_draft, drafts.num_draft, staged)
         tables = () if self.shared_probs is None else self.shared_probs[:2]
         if rates:
-            acceptance.predict(state, rows.slots, _rated(learned), accept_probs, self.implementation, tables=tables)
+            acceptance.predict(state, rows.slots, _rated(learned), accept_probs, tables=tables)
         else:
             for table in tables:
                 table[rows.slots] = accept_probs

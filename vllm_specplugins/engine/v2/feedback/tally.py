@@ -22,8 +22,6 @@ class Tally:
         num_stages: M; 0: one total for all stages.
     """
 
-    implementation: str | None = None  # of kernels/steps; "reference" where a kernel failed its check
-
     def __init__(self, num_slots: int, max_num_draft: int, num_stages: int, device: torch.device):
         width = max_num_draft + 2
         # The cells of kernels/steps, then tokens that were drawn from logits that are not finite.
@@ -75,7 +73,7 @@ class Tally:
     def add_rows(self, rows: Rows, wanted: torch.Tensor, num_draft: torch.Tensor, staged: Staged | None = None) -> None:
         """Counts new drafts and the outcome of the last ones (kernels/steps)."""
         totals = Totals(self._totals, self._by_slot, self._once)
-        tally(totals, rows, wanted, num_draft, self._width - 2, staged, self.implementation)
+        tally(totals, rows, wanted, num_draft, self._width - 2, staged)
 
     def add_q(
         self,

@@ -43,7 +43,7 @@ class Speculator(DraftModelSpeculator):
     adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
     adapters: Adapters | None = None
     verified: Verified | None = None  # of all slots of requests
-    rows_implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
+    is_off = False  # whether a kernel failed its check, so that nothing is drafted
     readings: Any = None  # of what steps read, for a part in training; set by `when_loaded`
     when_loaded: Callable[[nn.Module], None] = staticmethod(lambda target: None)  # set by runner.attach
     _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone
@@ -78,6 +78,14 @@ class Speculator(DraftModelSpeculator):
 
     def attach(self, runner: Any) -> None:
         """Follows a runner that has loaded nothing yet, once there is a barrier."""
+
+    def stop(self) -> None:
+        """Ends drafting before the first request. A planned token is then 0, with a one-hot q."""
+        self.is_off = self.barrier.counters.switched_off = True
+        self.enable_adaptive_verification = self.vllm_config.speculative_config.enable_adaptive_verification = False
+        if self.draft_logits is not None:
+            self.draft_logits.fill_(-torch.inf)
+            self.draft_logits[..., 0] = 0.0
 
     def spares(self, input_batch: Any) -> bool:
         return False
@@ -135,6 +143,9 @@ class Speculator(DraftModelSpeculator):
     ) -> torch.Tensor:
         """Returns drafts [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         num_reqs = input_batch.num_reqs
+        if self.is_off:
+            self.report.tell_none(input_batch.req_ids)
+            return self.draft_tokens[:num_reqs].zero_()  # vLLM 0.33 writes -1 into it
         rehearses = dummy_run or warms_up(input_batch.req_ids)
         if self.adapters_of is not None:
             self.adapters = self.adapters_of(input_batch, rehearses)
@@ -190,7 +201,6 @@ class Speculator(DraftModelSpeculator):
             req_states.num_computed_tokens.gpu,
             req_states.last_sampled_tokens.view(-1),
             (self.temperature, self.seeds, *limits),
-            self.rows_implementation,
         )
         if verified is not None:
             verified = Verified(temperature, seeds, *limits)

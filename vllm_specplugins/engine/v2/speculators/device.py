@@ -36,8 +36,6 @@ from vllm_specplugins.target import Target
 class DeviceSpeculator(Speculator):
     """Drafts on the device. Drafting outside of a graph is guarded like any proposer."""
 
-    budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
-
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
         speculative_config, max_num_draft = vllm_config.speculative_config, self.num_speculative_steps
@@ -100,7 +98,7 @@ class DeviceSpeculator(Speculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn`."""
-        if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+        if self.is_off or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
             return
         exits = stage_configs(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
         has_adapters = self.vllm_config.lora_config is not None  # the host says at each launch which rows run them
@@ -217,7 +215,7 @@ class DeviceSpeculator(Speculator):
         if self._rates:
             self.outcomes.observe(len(slots))
         on_logits = self._estimate if self._steps_alone else None
-        batch = DeviceBatch(slots, num_steps, target, longest, self._rates, on_logits, self.rows_implementation)
+        batch = DeviceBatch(slots, num_steps, target, longest, self._rates, on_logits)
         drafts: DraftArrays | None = None
         for source, limits in zip(self._sources, of_stages or (max_tokens,), strict=True):
             drafts = source.draft(batch, drafts, limits)

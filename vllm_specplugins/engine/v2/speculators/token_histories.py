@@ -21,8 +21,6 @@ _ALIGNED = 16  # tokens, where a reference begins
 class TokenHistories:
     """Histories and references of all slots."""
 
-    implementation: str | None = None  # of the kernel; the reference where the kernel failed its check
-
     def __init__(self, req_states: Any, max_num_draft: int, config: PromptLookupConfig, device: torch.device):
         self._req_states, self._max_num_draft, self._config = req_states, max_num_draft, config
         num_slots, self._max_model_len = req_states.max_num_reqs, req_states.max_model_len
@@ -69,7 +67,6 @@ class TokenHistories:
             self._config.max_ngram,
             self._by_slot,
             longest=longest,
-            implementation=self.implementation,
         )
 
     def _entered(self, request: Request) -> tuple[int, int]:

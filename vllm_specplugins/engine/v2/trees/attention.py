@@ -14,7 +14,6 @@ from vllm_specplugins.kernels.trees import Cache, Mask, Query, attend
 
 class TreeAttentionImpl(TritonAttentionImpl):
     trees: Any = None  # state.Trees of the runner; set when its layers are known
-    implementation: str | None = None  # of kernels/trees; "fused" in Triton's interpreter
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -50,7 +49,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
             attn_metadata.max_query_len,
         )  # fmt: skip
         cache = Cache(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
-        attend(output[rows], ragged, cache, Mask(trees.bits, trees.first), self.scale, self.implementation)
+        attend(output[rows], ragged, cache, Mask(trees.bits, trees.first), self.scale)
         return output
 
 

@@ -38,8 +38,12 @@ class TreeSpeculator(DeviceSpeculator):
     def attach(self, runner: Any) -> None:
         super().attach(runner)
         is_async = runner.vllm_config.scheduler_config.async_scheduling
-        self.report.trims = lambda: is_async
+        self.report.trims = lambda: is_async and not self.is_off
         self.trees.attach(runner)
+
+    def stop(self) -> None:
+        super().stop()
+        self.trees.is_off = True
 
     def _model_source(self, proposer: Any) -> DeviceSource:
         self._proposer, self._chains = proposer, super()._model_source(proposer)

@@ -28,9 +28,8 @@ class Trees:
         num_nodes: of a tree without its root, W - 1.
     """
 
-    implementation: str | None = None  # of kernels/trees
     masks = False  # whether attention goes by `bits` and `first`
-    _only_chains = False
+    is_off = False  # whether all drafts are chains without tokens
 
     def __init__(self, vllm_config: VllmConfig, num_nodes: int, device: torch.device):
         scheduler = vllm_config.scheduler_config
@@ -70,28 +69,24 @@ class Trees:
             layer.impl.trees = self
         pointers = [cache.data_ptr() for cache in self._caches]
         self._pointers = torch.tensor(pointers, dtype=torch.uint64, device=self.bits.device)
-        self._warm_up()
+        if not self.is_off:
+            self._warm_up()
 
     def release(self) -> None:
         self._caches = []
 
     def _warm_up(self) -> None:
         """Compiles the kernels that no graph launches, on a tree without nodes, so that nothing moves."""
-        _, num_emitted, path = walk(self._parents[:1], self._path[:1], self._path[:1], self.implementation)
+        _, num_emitted, path = walk(self._parents[:1], self._path[:1], self._path[:1])
         table = self._runner.block_tables.block_tables[0].gpu[:1]
-        compact(self._caches, self._pointers, table, path[:, 0], path, num_emitted * 0, self.implementation)
+        compact(self._caches, self._pointers, table, path[:, 0], path, num_emitted * 0)
 
     def add(self, slots: list[int], branches: list[bool]) -> None:
         """Adds requests that are new, or resumed after a preemption. Only those with `branches` may have trees: edits
         of a row's logits by earlier tokens, and reports of logits, assume a chain."""
-        branches = [branch and not self._only_chains for branch in branches]
         rows, branches_there = async_tensor_h2d(np.array([slots, branches]), self.bits.device)
         self._branches[rows] = branches_there.bool()
         self.put(rows, self.chain)
-
-    def stop(self, rejection_sampler: Any) -> None:
-        """Makes all drafts chains; called before the first draft."""
-        self._only_chains, rejection_sampler.verify_drafts = True, None
 
     def branches(self, rows: torch.Tensor) -> torch.Tensor:
         """Whether requests of these slots, -1 for padding, may have trees, [R] bool."""
@@ -109,7 +104,7 @@ class Trees:
     def _prepare(self, prepare: Any, input_batch: Any) -> Any:
         """Lets vLLM compute KV slots from positions by index, then sets positions by depth until the step samples."""
         prepared = prepare(input_batch)
-        self._step, self.masks = None, input_batch.num_draft_tokens > 0 and not self._only_chains
+        self._step, self.masks = None, input_batch.num_draft_tokens > 0 and not self.is_off
         if self.masks:
             self._step, rows = input_batch, input_batch.logits_indices
             states, local = input_batch.expanded_idx_mapping.long(), input_batch.expanded_local_pos.long()
@@ -134,7 +129,7 @@ class Trees:
             slots, num_reqs = idx_mapping.long(), len(num_sampled)
             table = self._runner.block_tables.block_tables[0].gpu[slots]
             root = self.first[:num_reqs].long()
-            compact(self._caches, self._pointers, table, root, self._path[slots], num_sampled, self.implementation)
+            compact(self._caches, self._pointers, table, root, self._path[slots], num_sampled)
         postprocess(idx_mapping, num_sampled, *rest)
 
     def last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
@@ -148,7 +143,7 @@ class Trees:
 
     def _record(self, capture_model: Any, *args: Any, **kwargs: Any) -> Any:
         """Records graphs with masks: those of more than one token per request serve steps that verify trees."""
-        self.masks = not self._only_chains
+        self.masks = not self.is_off
         try:
             return capture_model(*args, **kwargs)
         finally:
@@ -177,6 +172,6 @@ class Trees:
         rows = rows.clamp(max=num_logits - 1)
         tokens = draft_token_ids.long()[rows].masked_fill(~is_node, -1)
         slots = idx_mapping.long()
-        emitted, num_emitted, path = walk(self._parents[slots], tokens, drawn[:, 0][rows], self.implementation)
+        emitted, num_emitted, path = walk(self._parents[slots], tokens, drawn[:, 0][rows])
         self._path[slots] = path
         return emitted, num_emitted

@@ -35,7 +35,7 @@ def warm_up(runner: Any, speculator: Any) -> None:
         if runner.speculative_config.runs_target:  # a model proposer edits for requests that ask for it
             for rows in drafted:
                 edit_drafted(first, runner.rejection_sampler.editor.edits(), rows, first[:, None].int(), first)
-    if runner.speculative_config.draws and not speculator.barrier.counters.switched_off:
+    if runner.speculative_config.draws:
         for rows in drafted:
             coupled_sample(rows, first, sampling.at(first))
 
