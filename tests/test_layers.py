@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "request_options": {"config"},
     "custom": {"config", "draft", "isolation"},
     "methods": {"config", "custom", "draft"},
+    "device": {"draft"},
     "plan": {"config", "methods"},
     "parsing": {"config", "custom", "methods"},
     "commands": {"config"},

@@ -28,7 +28,7 @@ def built(config: SpecConfig) -> Any:
 
 def test_by_name() -> None:
     """Kills: a broken neighbour that takes the good ones down, or is imported before it is asked for."""
-    assert set(registered_methods()) == {"repeat", "repeat_plain", "breaks", "exits", "old"}
+    assert set(registered_methods()) == {"repeat", "repeat_plain", "breaks", "exits", "old", "on_device"}
     config = parse_config({"method": "repeat", "times": 3, "num_speculative_tokens": 4})
     assert config.method == "repeat" and isinstance(config.method_config, CustomConfig)
     assert built(config)._times == 3
@@ -105,7 +105,7 @@ def test_a_package_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monke
         (info / "entry_points.txt").write_text(f"[vllm_specplugins.proposers]\n{name} = {name}:Thing\n")
         (info / file).write_bytes((info / file).read_bytes() + b"# \xff\xfe")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert set(registered_methods()) == {"repeat", "repeat_plain", "breaks", "exits", "old"}
+    assert set(registered_methods()) == {"repeat", "repeat_plain", "breaks", "exits", "old", "on_device"}
     assert all(f"{name}-1.dist-info is left out" in caplog.text for name in ("one", "two"))
 
 

@@ -113,9 +113,9 @@ def check_gone(config: SpecConfig) -> None:
         raise ConfigError(f"{config.method}: reads_likeliest went: a proposer reads the requests' tokens alone.")
 
 
-def may_be_late(config: SpecConfig) -> bool:
-    """Whether a proposer of the user may draft from older tokens: its class has `may_be_late = True`."""
-    return any(may is True for may in _attributes(config, "may_be_late").values())
+def declares(config: SpecConfig, name: str) -> bool:
+    """Whether a class of the user declares `may_be_late = True`, say, or `drafts_on_device = True`."""
+    return any(value is True for value in _attributes(config, name).values())
 
 
 def _attributes(config: SpecConfig, name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vllm_specplugins.config import (
     SuffixLookupConfig,
 )
 from vllm_specplugins.config.built_in import BuiltInConfig
-from vllm_specplugins.custom import build_custom, import_object, may_be_late
+from vllm_specplugins.custom import build_custom, declares, import_object
 from vllm_specplugins.draft import Proposer, ProposerContext
 
 
@@ -146,7 +146,12 @@ def has_tenants(config: SpecConfig) -> bool:
 
 def drafts_late(config: SpecConfig) -> bool:
     """Whether the method, or the first stage, can draft on the host on Model Runner V2 while no step waits."""
-    return method_of(config.parts[0].method).is_late or (not config.stages and may_be_late(config))
+    return method_of(config.parts[0].method).is_late or (not config.stages and declares(config, "may_be_late"))
+
+
+def is_custom_on_device(config: SpecConfig) -> bool:
+    """Whether the one method is a `device.DeviceProposer` of another package."""
+    return not config.stages and declares(config, "drafts_on_device")
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vllm_specplugins.config import ConfigError, SpecConfig
-from vllm_specplugins.methods import drafters, drafts_late, forces_tokens, method_of, runs_target
+from vllm_specplugins.methods import drafters, drafts_late, forces_tokens, is_custom_on_device, method_of, runs_target
 
 # Schedulers of ours, for vLLM's field `scheduler_cls`.
 CHOOSING = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
@@ -123,7 +123,7 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     if config.stages:
         can = rows[0].is_lookup and len(rows) == 2 and (rows[1].runs_target or rows[1].is_offered)
     else:
-        can = rows[0].runs_target or rows[0].is_lookup or is_late
+        can = rows[0].runs_target or rows[0].is_lookup or is_late or is_custom_on_device(config)
     if not can:
         return "it reads tokens there"
     if not (config.stages or is_late):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specplugins.config import ConfigError, check_fields, integer
+from vllm_specplugins.device import DeviceDraft, DeviceProposer
 from vllm_specplugins.draft import Draft
 
 
@@ -53,3 +54,26 @@ class Old(RepeatPlain):
     """Was written for a protocol that is not this one."""
 
     protocol_version = 0
+
+
+class OnDevice(DeviceProposer):
+    """Repeats the newest token; or has a fault."""
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.fault = options.get("fault")
+
+    def start(self, request_id, slot, options):
+        if self.fault == "start":
+            raise RuntimeError("planted")
+
+    def draft(self, texts, slots, max_tokens):
+        newest = texts.token_ids[slots, (texts.lengths[slots] - 1).clamp(min=0).long()]
+        if self.fault == "draft":
+            raise RuntimeError("planted")
+        if self.fault == "token":
+            newest = newest + 1_000_000
+        if self.fault == "shape":
+            newest = newest[:1]
+        num_draft = max_tokens + 100 if self.fault == "length" else max_tokens
+        return DeviceDraft(newest[:, None].repeat(1, self.context.max_num_draft), num_draft)

@@ -66,6 +66,8 @@ class DeviceSpeculator(Speculator):
     def attach(self, runner: Any) -> None:
         barrier, late = self.barrier, self.lookups.late
         barrier.rates, barrier.late = self.tally, late
+        if self.lookups.custom is not None:
+            self.lookups.custom.counters = barrier.counters
         if late is not None:
             held: Any = barrier.proposer
             guards: Any = held.stages if isinstance(held, DeviceCascade) else [barrier]

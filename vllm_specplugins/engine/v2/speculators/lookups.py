@@ -1,5 +1,5 @@
-"""Model Runner V2: the device's source of drafts that copy, from requests' texts and references, and from a proposer on
-the host that sends drafts without a wait."""
+"""Model Runner V2: the device's first source: drafts that copy from requests' texts and references, those of a proposer
+on the host that sends them without a wait, or those of another package's proposer on the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +12,10 @@ from vllm_specplugins.cascade.on_device import LOOKUP, DeviceBatch
 from vllm_specplugins.config import PromptLookupConfig, SpecConfig, StageConfig, stage_configs
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.v2.requests import Request
+from vllm_specplugins.engine.v2.speculators.custom import CustomDrafts
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
-from vllm_specplugins.methods import build_proposer, method_of
+from vllm_specplugins.methods import build_proposer, is_custom_on_device, method_of
 from vllm_specplugins.structures.drafts import DraftArrays, either, of_stage
 
 
@@ -31,12 +32,19 @@ class Lookups:
         if config.plan.is_late:
             vocab_size = vllm_config.model_config.get_vocab_size()
             self.late = LateDrafts(req_states, config.num_speculative_tokens, vocab_size, device)
-        self._parts = [part for part in (self.texts, self.late) if part is not None]
+        self.custom = None
+        if is_custom_on_device(config.plugin_config):
+            vocab_size = vllm_config.model_config.get_vocab_size()
+            self.custom = CustomDrafts(req_states, config.num_speculative_tokens, vocab_size)
+        self._parts = [part for part in (self.late, self.texts, self.custom) if part is not None]
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
     def new_proposer(self, config: SpecConfig | StageConfig, context: ProposerContext) -> Any:
+        if self.custom is not None:
+            self.custom.proposer = build_proposer(config, context)
+            return self.custom.proposer
         if self.late is None:
             return self.texts
         proposer: Any = build_proposer(config, replace(context, max_num_draft=late_length(context.max_num_draft)))
@@ -54,8 +62,6 @@ class Lookups:
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
         """Drafts as the first source, without a prefix."""
-        matches = [] if self.late is None else [self.late.match(batch.slots, max_tokens)]
-        if self.texts is not None:
-            matches.append(self.texts.match(batch.slots, max_tokens, batch.longest))
+        matches = (part.match(batch.slots, max_tokens, batch.longest) for part in self._parts)
         first, *others = (of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length) for match in matches)
         return either(first.num_draft > 0, first, others[0]) if others else first

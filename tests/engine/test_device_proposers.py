@@ -1,0 +1,73 @@
+"""A class of another package drafts on the device, as V2's interpreter runs it; on V1 the same class drafts on the
+host."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import generate
+from conftest import RUNNER
+
+THIRD_PARTY = str(Path(__file__).parents[1] / "third_party")
+PROMPTS = [[5, 6, 7, 7], [9, 8, 8], [3, 3, 3, 3, 3]]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(THIRD_PARTY)
+
+
+def config(fault: str | None = None) -> dict[str, Any]:
+    return {"method": "on_device", "num_speculative_tokens": 3, "options": {"fault": fault}}
+
+
+def outputs(llm: Any) -> list[list[int]]:
+    return generate(llm, PROMPTS, [2, 1], temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def stats(llm: Any) -> dict[str, Any]:
+    for _ in range(3):
+        totals: dict[str, Any] = llm.collective_rpc("specplugins_stats")[0]  # the device's counts arrive a call later
+    return totals
+
+
+def test_drafts(engine: Any) -> None:
+    """Outputs are those without drafts. Kills: a class that drafts on the host of V2; drafts that are never verified."""
+    llm = engine(config())
+    plan = llm.llm_engine.vllm_config.speculative_config.plan
+    assert plan.on_device == (RUNNER == "v2")
+    mine, totals = outputs(llm), stats(llm)
+    assert totals["drafted_tokens"] > 0 and not totals["switched_off"]
+    assert mine == outputs(engine(None))
+
+
+@pytest.mark.parametrize("fault", ["draft", "start", "shape", "token", "length"])
+def test_faults(engine: Any, fault: str, caplog: Any) -> None:
+    """A fault costs drafts. Kills: an exception that ends the engine; a token outside of the vocabulary."""
+    if RUNNER != "v2":
+        pytest.skip("the guard of proposers on the host: tests/isolation")
+    llm = engine(config(fault))
+    mine, totals = outputs(llm), stats(llm)
+    assert totals["switched_off"] == (fault in ("draft", "start", "shape"))
+    assert (totals["drafted_tokens"] > 0) == (fault == "length")
+    assert mine == outputs(engine(None))
+
+
+def test_slots() -> None:
+    """On the host a request has one slot from its start to its end. Kills: a slot of a live request given again."""
+    import numpy as np
+    from specplugins_example import OnDevice
+
+    from vllm_specplugins.draft import DraftBatch, ProposerContext
+
+    started: list[tuple[str, int]] = []
+    proposer = OnDevice({}, ProposerContext(100, 64, 2, 3, tokenize=lambda text: []))
+    proposer.start = lambda request_id, slot, options: started.append((request_id, slot))
+    for names in (("a", "b"), ("b", "c"), ("c", "a")):
+        texts = [np.array([1, ord(name)], np.int32) for name in names]
+        draft = proposer.propose(DraftBatch(names, texts, np.array([1, 2], np.int32), [{}, {}]))
+        assert draft.num_draft.tolist() == [1, 2] and draft.token_ids[:, 0].tolist() == [ord(name) for name in names]
+        proposer.forget(names[:1])
+    assert started == [("a", 0), ("b", 1), ("c", 0), ("a", 1)]
+    assert "torch" in sys.modules

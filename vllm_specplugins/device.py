@@ -1,0 +1,92 @@
+"""The interface of proposers that draft on the device: on Model Runner V2 in the CUDA graph of a step, without a wait.
+
+Dimensions: num_slots, the requests that the engine can hold; a request has one slot from `start` to its end. num_reqs,
+the rows of a step, padding included. K = num_speculative_tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
+
+
+class DeviceTexts(NamedTuple):
+    """Prompts and outputs so far, on the device; read-only, and always at the same place.
+
+    Args:
+        token_ids: [num_slots, max_model_len] int32; tokens after a request's length are arbitrary.
+        lengths: [num_slots] int32.
+    """
+
+    token_ids: Any
+    lengths: Any
+
+
+class DeviceDraft(NamedTuple):
+    """A draft for each row; the engine drops what exceeds `max_tokens`, and what follows a token that does not exist.
+
+    Args:
+        token_ids: [num_reqs, <= K] int32 or int64, arbitrary after num_draft.
+        num_draft: [num_reqs] int32 or int64, 0 for no draft.
+        confidence: [num_reqs] float32, of each first token: a probability, or a match's length (from 1 on).
+    """
+
+    token_ids: Any
+    num_draft: Any
+    confidence: Any = None
+
+
+class DeviceProposer(Proposer):
+    """The base of a proposer that overrides `draft`. On Model Runner V1, as a stage of a cascade and in `check`, it
+    drafts with tensors that `propose` makes of the host's tokens in each step, which is slow."""
+
+    drafts_on_device = True
+
+    def __init__(self, options: Any, context: ProposerContext):
+        """Allocates what `draft` keeps between steps, on `context.device`."""
+        self.context = context
+        self._slots: dict[str, int] = {}  # of `propose`
+
+    def draft(self, texts: DeviceTexts, slots: Any, max_tokens: Any) -> DeviceDraft:
+        """Drafts at most max_tokens [num_reqs] int32 tokens after the texts of these slots, [num_reqs] int64.
+
+        A CUDA graph records the call for each batch size and replays it, so it must neither wait for the device nor
+        branch on a tensor's values, and its shapes depend on num_reqs alone. Every tensor-parallel rank must get the
+        same result. Rows that pad a graph have the last slot, and max_tokens 0.
+        """
+        raise NotImplementedError
+
+    def start(self, request_id: str, slot: int, options: Mapping[str, Any]) -> None:
+        """Resets the state of a slot before its new request, or one that returns after a preemption, is drafted for."""
+        return
+
+    def observe(self, feedback: Feedback) -> None:
+        """Receives outcomes as in `draft.Proposer`; never called on Model Runner V2."""
+        return
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drops requests that ended. Overriders call this one, too."""
+        for request_id in request_ids:
+            self._slots.pop(request_id, None)
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        import torch
+
+        for request_id, options in zip(batch.request_ids, batch.options, strict=True):
+            if request_id not in self._slots:
+                slot = min({*range(self.context.max_num_reqs)} - {*self._slots.values()})
+                self._slots[request_id] = slot
+                self.start(request_id, slot, options)
+        slots = np.array([self._slots[request_id] for request_id in batch.request_ids], np.int64)
+        token_ids = np.zeros((self.context.max_num_reqs, max(map(len, batch.token_ids))), np.int32)
+        lengths = np.zeros(self.context.max_num_reqs, np.int32)
+        for slot, text in zip(slots, batch.token_ids, strict=True):
+            token_ids[slot, : len(text)], lengths[slot] = text, len(text)
+        given = (token_ids, lengths, slots, batch.max_num_draft.copy())
+        texts_ids, texts_lengths, rows, limits = (torch.from_numpy(a).to(self.context.device) for a in given)
+        drafted = self.draft(DeviceTexts(texts_ids, texts_lengths), rows, limits)
+        ids, num_draft = (tensor.cpu().numpy().astype(np.int32) for tensor in drafted[:2])
+        confidence = None if drafted.confidence is None else drafted.confidence.cpu().numpy().astype(np.float32)
+        return Draft(ids, num_draft, confidence)

@@ -1,0 +1,74 @@
+"""Model Runner V2: drafts of another package's `device.DeviceProposer`. An exception, or a result of another form, ends
+its drafting until the engine starts again, since no Python runs in a recorded graph; requests go on."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_specplugins.counters import Counters
+from vllm_specplugins.device import DeviceDraft, DeviceTexts
+from vllm_specplugins.engine.v2.requests import Request
+from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
+from vllm_specplugins.structures.drafts import columns
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+class CustomDrafts:
+    """A part of the device's first source, like the tables of a lookup."""
+
+    proposer: Any  # set by Lookups.new_proposer
+    counters: Counters  # the barrier's; set by DeviceSpeculator.attach
+
+    def __init__(self, req_states: Any, max_num_draft: int, vocab_size: int):
+        self._texts = DeviceTexts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
+        self._max_num_draft, self._vocab_size, self._has_failed = max_num_draft, vocab_size, False
+
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            start = request.request_id, request.slot, request.limits.options
+            self._call(lambda start=start: self.proposer.start(*start))  # type: ignore[misc]
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        if gone := sorted(request_ids):
+            self._call(lambda: self.proposer.forget(gone))
+
+    def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
+        """The draft of each row, cut at max_draft [R] and before a token that does not exist."""
+        zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
+        rows = slots.clamp(max=len(self._texts.lengths) - 1)
+        drafted = self._call(lambda: self._checked(self.proposer.draft(self._texts, rows, max_draft), len(slots)))
+        if drafted is None:
+            return Match(zeros, max_draft * 0, max_draft * 0.0 + 1)
+        token_ids, num_draft, confidence = drafted
+        exists = ((token_ids >= 0) & (token_ids < self._vocab_size)).int().cumprod(dim=1)
+        num_draft = num_draft.minimum(max_draft).minimum(exists.sum(dim=1)).clamp(min=0).to(max_draft.dtype)
+        is_drafted = columns(token_ids) < num_draft[:, None]
+        zeros[:, : token_ids.shape[1]] = token_ids.masked_fill(~is_drafted, 0)
+        confidence = max_draft * 0.0 + 1 if confidence is None else confidence.float().nan_to_num(1.0)
+        return Match(zeros, num_draft, confidence.clamp(0, LONGEST_MATCH))
+
+    def _checked(self, draft: Any, num_rows: int) -> DeviceDraft:
+        token_ids, num_draft, confidence = draft
+        for name, tensor, shape in (
+            ("token_ids", token_ids, (num_rows, min(token_ids.shape[1], self._max_num_draft))),
+            ("num_draft", num_draft, (num_rows,)),
+            ("confidence", confidence, (num_rows,)),
+        ):
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must have the shape {shape}, not {tuple(tensor.shape)}")
+        return DeviceDraft(token_ids, num_draft, confidence)
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """The result; None after a fault."""
+        if self._has_failed:
+            return None
+        try:
+            return function()
+        except Exception:
+            logger.exception("A proposer on the device has failed and drafts nothing from now on; requests go on.")
+            self._has_failed = self.counters.switched_off = True
+            self.counters.faults["raised"] = self.counters.faults.get("raised", 0) + 1
+            return None
