@@ -119,4 +119,4 @@ def test_command_line_names_them() -> None:
         env=environment,
         check=True,
     )
-    assert f"{', '.join(METHODS)}, breaks, exits, old, repeat, repeat_plain." in done.stdout
+    assert f"{', '.join(METHODS)}, breaks, exits, old, on_device, repeat, repeat_plain." in done.stdout

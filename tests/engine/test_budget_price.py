@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
-from vllm_specplugins.engine.adaptive import prices
+from vllm_specplugins.engine.adaptive import budget
 from vllm_specplugins.engine.adaptive.budget import Budget
 from vllm_specplugins.gate.step_times import StepTimes
 
@@ -46,7 +46,7 @@ class Played:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, width: int):
         one_rank = SimpleNamespace(broadcast_object=lambda value, src: value)
-        for module in (prices, adaptive_verification):
+        for module in (budget, adaptive_verification):
             monkeypatch.setattr(module, "get_tp_group", lambda: one_rank)
         self.manager, self.known = manager(num_slots=SLOTS, width=width), probs(SLOTS, width)
         self.budget, self.width = Budget(self.manager, self.known, max_model_len=40_000), width

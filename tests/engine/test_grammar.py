@@ -349,7 +349,7 @@ def test_q_of_forced_tokens() -> None:
 @pytest.mark.parametrize("has_q", [False, True])
 def test_forced_tokens_on_the_device(has_q: bool) -> None:
     """Kills: a token in another slot or place; a q that is another draft's."""
-    from vllm_specplugins.engine.grammar.output import attach_forced
+    from vllm_specplugins.engine.emitted import attach_forced
     from vllm_specplugins.engine.v2.runner import put_forced
 
     drafts, q = torch.full((3, 4), 9), torch.zeros(3, 4, 6) if has_q else None

@@ -14,7 +14,7 @@ from conftest import FEW, RUNNER, counted, spec_metrics
 from recorded import runner
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
+from vllm_specplugins.engine.v2.feedback.report import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators import late
 from vllm_specplugins.isolation.barrier import FaultBarrier

@@ -130,7 +130,7 @@ def peak_of(shape: Shape, num_draft: int, trims: bool, patches: pytest.MonkeyPat
     from launch_keys import recorded
     from test_warm_up import make_server
 
-    from vllm_specplugins.engine.v2.verification.warm_up import warm_up
+    from vllm_specplugins.engine.v2.verification.self_check import warm_up
 
     runner, speculator = make_server("one-hot", torch.bfloat16, shape.vocab, num_draft)
     runner.max_num_reqs, runner.max_num_tokens, runner.device = shape.num_slots, shape.num_tokens, META

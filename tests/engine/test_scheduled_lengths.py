@@ -15,7 +15,7 @@ from recorded import runner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_specplugins.engine.v2 import scheduler as module
-from vllm_specplugins.engine.v2.scheduler import DraftLengths, PlannedScheduler
+from vllm_specplugins.engine.v2.scheduler import PlannedScheduler, StepLengths
 from vllm_specplugins.gate.step_times import StepTimes
 
 K, NUM_TOKENS = 5, 24
@@ -32,7 +32,7 @@ class Played:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, accept_prob: float, token_ms: float, num_reqs: int = 8):
         monkeypatch.setattr(module, "StepTimes", StepTimes)
         self.now, self.accept_prob, self.token_ms, self.rng = 0.0, accept_prob, token_ms, np.random.default_rng(0)
-        self.lengths, self.ids = DraftLengths(K, lambda: self.now / 1000), {f"r{i}": 1 for i in range(num_reqs)}
+        self.lengths, self.ids = StepLengths(K, lambda: self.now / 1000), {f"r{i}": 1 for i in range(num_reqs)}
 
     def steps(self, num_steps: int) -> list[int]:
         """How many tokens each step drafted."""
@@ -65,7 +65,7 @@ def test_what_is_told() -> None:
     """Fails if a step counts that drafts more than it verifies; if one that takes a prompt in, or comes after a pause,
     says what steps take; if one of another batch than the step before says nothing; or if what was trimmed counts."""
     clock = iter(range(20))
-    lengths, seen = DraftLengths(K, lambda: next(clock) / 1000), []
+    lengths, seen = StepLengths(K, lambda: next(clock) / 1000), []
     lengths.times.add = lambda *step: seen.append(step)  # type: ignore[assignment]
 
     def step(ids: str, prompt: int = 0, length: int = 2) -> None:
@@ -98,7 +98,7 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
     """
     after = 400 if fixed is None else 100
     rng, now, drafted, at = np.random.default_rng(0), 0.0, K, []
-    own = DraftLengths(K, lambda: now / 1000, trims=most < K)
+    own = StepLengths(K, lambda: now / 1000, trims=most < K)
     left, comes, ids = rng.integers(1, 128, 256), np.zeros(256, bool), [str(row) for row in range(256)]
     for step in range(after + 400):
         length = own[256] if fixed is None else fixed
@@ -147,7 +147,7 @@ def test_lengths_that_change(engine: Any) -> None:
     expected = generate(engine(enforce_eager=True), prompts, [4], max_tokens=NUM_TOKENS)
     llm = engine(PROMPT_LOOKUP, async_scheduling=True)
     scheduler, told = llm.llm_engine.engine_core.engine_core.scheduler, []
-    assert isinstance(scheduler.dynamic_sd_lookup, DraftLengths)
+    assert isinstance(scheduler.dynamic_sd_lookup, StepLengths)
 
     class Turns:
         def __getitem__(self, num_reqs: int) -> int:
@@ -175,7 +175,7 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
     engine.stop()
     llm = engine(PROMPT_LOOKUP, async_scheduling=True)
     assert runner(llm).adaptive_verification is None
-    assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup, DraftLengths)
+    assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup, StepLengths)
     width = PROMPT_LOOKUP["num_speculative_tokens"]
     for length in (0, width):
         mode = runner(llm).cudagraph_manager.dispatch(2, 2 * (1 + length), 1 + length, 0).cg_mode

@@ -159,7 +159,7 @@ def test_nothing_new(kind: str) -> None:
     from launch_keys import recorded
     from vllm_specplugins.kernels.self_check import Shapes, check_device
 
-    from vllm_specplugins.engine.v2.verification.warm_up import warm_up
+    from vllm_specplugins.engine.v2.verification.self_check import warm_up
 
     for dtype, (vocab_size, num_draft) in itertools.product(DTYPES, SIZES):
         runner, speculator = make_server(kind, dtype, vocab_size, num_draft)

@@ -6,6 +6,7 @@ dropped token from the stage with the largest count at that position."""
 from collections import Counter
 from typing import Any
 
+from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 
 EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by position
@@ -86,3 +87,16 @@ class CountsEmitted:
     def has_finished_requests(self) -> bool:
         """Also true until the worker has the last totals, which take an empty step if scheduling is asynchronous."""
         return self._sent is not self._emitted or super().has_finished_requests()  # type: ignore[misc]
+
+
+_FORCED = "specplugins_forced"  # attribute of SchedulerOutput
+NEVER = [-1]  # a worker's draft for a request that can verify one position only
+
+
+def attach_forced(scheduler_output: Any, forced: Forced) -> None:
+    setattr(scheduler_output, _FORCED, forced)
+
+
+def forced_in(scheduler_output: Any) -> Forced:
+    forced: Forced = getattr(scheduler_output, _FORCED, {})
+    return forced

@@ -1,9 +1,14 @@
 """Calls our functions beside vLLM's, or temporarily in their place."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
 from typing import Any
+
+from vllm_specplugins.config import ConfigError
 
 
 def both(first: Any, second: Any) -> Any:
@@ -39,3 +44,22 @@ def replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
+
+
+@contextmanager
+def sentence_instead_of_traceback() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        if getattr(sys.excepthook, "func", None) is not _hook:
+            sys.excepthook = partial(_hook, sys.excepthook)
+        raise
+
+
+def _hook(
+    otherwise: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if isinstance(error, ConfigError):
+        sys.stderr.write(f"error: {error}\n")
+    else:
+        otherwise(kind, error, trace)

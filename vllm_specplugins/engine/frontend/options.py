@@ -5,7 +5,7 @@ import copy
 import threading
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.exceptions import VLLMValidationError
@@ -19,12 +19,14 @@ from vllm_specplugins.engine.frontend.option_checks import OptionChecks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
 from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.request_options import (
     REFERENCE,
     TENANT,
     Limits,
     Options,
+    draft_limit,
     read_options,
     received,
     resolved,
@@ -51,12 +53,6 @@ def request_options(sampling_params: Any) -> Options:
         return received(options) if isinstance(options, Mapping) else {}
     except (TypeError, ValueError):  # no request may stop the engine
         return {}
-
-
-def length_limit(params: Any, prompt_len: int, max_model_len: int) -> int:
-    """The largest number of tokens of a request, its prompt and its output together; `max_tokens` may be missing."""
-    max_tokens = getattr(params, "max_tokens", None)
-    return max_model_len if max_tokens is None else min(max_model_len, prompt_len + max_tokens)
 
 
 class OptionsResolver:
@@ -176,3 +172,29 @@ async def _with_resolved_beside(
     if resolver := getattr(self.input_processor, "specplugins", None):
         params = await resolver.resolved_beside(params)
     return await original(self, request_id, prompt, params, *args, **kwargs)
+
+
+class RequestLimits(NamedTuple):
+    """The limits of a request's drafts.
+
+    Args:
+        options: as the front end resolved them; empty where the request has none.
+        length_limit: of the request's prompt and output together, in tokens.
+    """
+
+    options: Options
+    length_limit: int
+
+    @classmethod
+    def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int) -> "RequestLimits":
+        max_tokens = getattr(params, "max_tokens", None)
+        limit = max_model_len if max_tokens is None else min(max_model_len, num_prompt_tokens + max_tokens)
+        return cls(request_options(params), limit)
+
+    def frozen(self) -> "RequestLimits":
+        """Copies the limits, with options that a proposer cannot write to."""
+        return self._replace(options=frozen(self.options))
+
+    def max_draft_tokens(self, num_tokens: int, max_num_draft: int) -> int:
+        """The draft tokens that a request of this length may get in a step, at most `max_num_draft`."""
+        return draft_limit(self.options, num_tokens, max_num_draft, self.length_limit)

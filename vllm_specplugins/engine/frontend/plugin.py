@@ -8,9 +8,8 @@ from typing import Any
 
 from vllm_specplugins.config import ConfigError, SpecConfig, brief, did_you_mean
 from vllm_specplugins.custom import registrations
-from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
-from vllm_specplugins.engine.frontend.method_names import vllm_methods
-from vllm_specplugins.engine.hooks import replaced, wrap
+from vllm_specplugins.engine.frontend.scheduling import vllm_methods
+from vllm_specplugins.engine.hooks import replaced, sentence_instead_of_traceback, wrap
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import METHODS
 from vllm_specplugins.parsing import parse_config

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig
-from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.plan import CHOOSING, PLANNED
 
@@ -67,3 +66,14 @@ def give_time(config: SpecConfig) -> None:
 def _with_time(original: Any, request_timeout: Any, process_timeout: Any) -> Any:
     seconds = original(request_timeout, process_timeout)
     return GRACE_S if request_timeout == 0 and seconds == 0 else seconds
+
+
+def vllm_methods() -> tuple[Any, ...]:
+    from vllm.config.speculative import SpeculativeMethod
+
+    return get_args(SpeculativeMethod)
+
+
+def name_in_vllm(method: str) -> str:
+    """The name of our method for vLLM, with a prefix where vLLM has a method of that name and would serve it itself."""
+    return f"specplugins_{method}" if method in vllm_methods() else method

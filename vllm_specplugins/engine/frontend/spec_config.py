@@ -25,8 +25,8 @@ from vllm_specplugins.engine.built_in import reads_lengths_on_host, speculative_
 from vllm_specplugins.engine.frontend import scheduling
 from vllm_specplugins.engine.frontend.entrances import check_arrivals
 from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
-from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.frontend.options import check_requests
+from vllm_specplugins.engine.frontend.scheduling import name_in_vllm
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
 from vllm_specplugins.methods import reads_history, runs_target

@@ -8,10 +8,9 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.config import methods_of, stage_names
-from vllm_specplugins.engine.emitted import CountsEmitted
+from vllm_specplugins.engine.emitted import NEVER, CountsEmitted, attach_forced
+from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
-from vllm_specplugins.engine.grammar.output import NEVER, attach_forced
-from vllm_specplugins.engine.request_limits import RequestLimits
 
 logger = logging.getLogger("vllm.specplugins")
 

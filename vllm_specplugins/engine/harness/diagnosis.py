@@ -14,8 +14,8 @@ from vllm_specplugins import __version__
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.config.fields import check_names
 from vllm_specplugins.custom import registrations
-from vllm_specplugins.engine.frontend.method_names import vllm_methods
 from vllm_specplugins.engine.frontend.plugin import install, requested
+from vllm_specplugins.engine.frontend.scheduling import vllm_methods
 from vllm_specplugins.engine.harness.process import GIB, kv_cache_gib, memory
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import METHODS

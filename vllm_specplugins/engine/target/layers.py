@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vllm_specplugins.config import EarlyExitConfig, JumpConfig, SpecConfig, stage_configs
-from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
+from vllm_specplugins.engine.hooks import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
 from vllm_specplugins.methods import drafters, enters_states
@@ -211,3 +211,29 @@ def updates_in_place(group: Any) -> bool:
     builds = next(index for index, kind in enumerate(kinds) if "build" in vars(kind))
     claims = next(index for index, kind in enumerate(kinds) if any(name in vars(kind) for name in _CLAIMS))
     return claims <= builds
+
+
+def adapters_of(runner: Any, input_batch: Any, rehearses: bool) -> Adapters:
+    state = runner.lora_state
+    if rehearses:
+        return Adapters(runner._set_active_loras, np.zeros(input_batch.num_reqs, np.int32), set())
+    ids, requests = state.lora_ids[input_batch.idx_mapping_np], state.get_activate_loras(input_batch.req_ids)
+    return Adapters(runner._set_active_loras, ids, requests)
+
+
+def map_all_logits(runner: Any) -> None:
+    """Maps each row of logits to an adapter: vLLM maps one row per request, a step that verifies drafts has more."""
+    prepare_inputs, make_lora_inputs = runner.prepare_inputs, runner.lora_state.make_lora_inputs
+    num_logits = np.zeros(0, np.int64)
+
+    def prepared(*args: Any) -> Any:
+        nonlocal num_logits
+        input_batch = prepare_inputs(*args)
+        num_logits = np.diff(input_batch.cu_num_logits_np)
+        return input_batch
+
+    def mapped(*args: Any) -> Any:
+        by_request, by_token, requests = make_lora_inputs(*args)
+        return tuple(np.repeat(by_request, num_logits).tolist()), by_token, requests
+
+    runner.prepare_inputs, runner.lora_state.make_lora_inputs = prepared, mapped

@@ -13,7 +13,7 @@ from torch import nn
 
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.learning import new_learner
-from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
+from vllm_specplugins.engine.v2.feedback.report import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request, warms_up
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.windows import ExitStates

@@ -9,7 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import StageConfig
 from vllm_specplugins.draft import Int32Array
-from vllm_specplugins.engine.request_limits import RequestLimits
+from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.kernels.steps import Rows, Wanted, limit
 from vllm_specplugins.request_options import MAX_CONTEXT
 from vllm_specplugins.structures.arrays import view

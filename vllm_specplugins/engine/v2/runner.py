@@ -13,13 +13,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_specplugins.custom import import_object
-from vllm_specplugins.engine.emitted import VERIFIED
-from vllm_specplugins.engine.grammar.output import forced_in
+from vllm_specplugins.engine.emitted import VERIFIED, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.target.layers import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2 import learning, memory
-from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
-from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
-from vllm_specplugins.engine.v2.feedback.report import REPORT
+from vllm_specplugins.engine.v2.feedback.report import REPORT, SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.built_in import with_drafter
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator

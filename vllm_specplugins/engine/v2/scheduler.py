@@ -16,17 +16,17 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.emitted import VERIFIED, CountsEmitted
-from vllm_specplugins.engine.request_limits import RequestLimits
+from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 from vllm_specplugins.request_options import draft_limit
 
 _UNPROVEN = 5  # tokens that are planned for a request with structured output until more of its draft are accepted
 _FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
-_VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: the draft length of the step before
+_VERIFIES = "specplugins_verifies"  # attribute of SchedulerOutput: the draft length of the step before
 
 
-class DraftLengths:
+class StepLengths:
     """vLLM's `dynamic_sd_lookup`: maps a number of requests to the number of tokens to draft for each in this step.
 
     A length holds for at least two steps: the second one drafts as many tokens as it verifies, so its time is that of
@@ -78,14 +78,14 @@ class _Choosing(CountsEmitted):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._lengths: DraftLengths | None = None
+        self._lengths: StepLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         if config.speculative_config.plan.scheduler_chooses:
             speculative_config, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size
             shape = {"longest_chain": speculative_config.plugin_config.longest_chain, "cliff": cliff or 0}
             trims = bool(speculative_config.enable_adaptive_verification)
-            self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens, trims=trims, **shape)
+            self.dynamic_sd_lookup = self._lengths = StepLengths(self.num_spec_tokens, trims=trims, **shape)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._lengths is not None:

@@ -10,7 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.engine.adaptive.budget import AcceptProbs, new_accept_probs
-from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
+from vllm_specplugins.engine.v2.feedback.report import ArrivingLengths, AsyncCopy
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.kernels import acceptance
@@ -136,8 +136,8 @@ class DraftTracker:
                 state.num_sent[rows.slots], state.sent_stage[rows.slots] = learned.num_draft.int(), learned.stage.int()
         self._num_draft[:num_rows] = drafts.num_draft
 
-    def lengths(self, request_ids: Sequence[str]) -> DraftLengths:
-        return DraftLengths(AsyncCopy(request_ids, self._num_draft[: len(request_ids)]))
+    def lengths(self, request_ids: Sequence[str]) -> ArrivingLengths:
+        return ArrivingLengths(AsyncCopy(request_ids, self._num_draft[: len(request_ids)]))
 
 
 def _rated(drafts: DraftArrays) -> acceptance.Drafts:

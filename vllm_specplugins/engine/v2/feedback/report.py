@@ -1,25 +1,87 @@
-"""Model Runner V2: reports the true lengths of a step's drafts to the scheduler; vLLM's handler reports K each."""
+"""Model Runner V2: copies from the device to the host that no step waits for, and the report of drafts' true lengths to
+the scheduler; vLLM's handler reports K each."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
+from vllm_specplugins.draft import Int32Array
 
 REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
 
 
-class _Report:
-    """A runner's `draft_tokens_handler`. Drafts that no structured output checks stay on the device, with ids of -1."""
+class AsyncCopy:
+    """Copies a few numbers per row of a step, [num_reqs, any], to the host. Only the reader waits."""
+
+    def __init__(self, request_ids: Sequence[str], values: torch.Tensor):
+        self.request_ids = list(request_ids)
+        self._values = values.to("cpu", non_blocking=True)
+        # The runner's platform defines this class; the events of vLLM's CPU worker have always happened. A thread that
+        # waits for a blocking event sleeps; for another one it would spin on a core.
+        self._arrived = torch.cuda.Event(blocking=True)
+        self._arrived.record()
+
+    def values(self) -> np.ndarray:
+        self._arrived.synchronize()
+        return self._values.numpy()
+
+
+class ArrivingLengths:
+    """The number of draft tokens of each request, which is still being copied. Pickling turns it into a dictionary."""
+
+    def __init__(self, arriving: AsyncCopy):
+        self._arriving = arriving
+
+    def items(self) -> list[tuple[str, int]]:
+        return list(zip(self._arriving.request_ids, self._arriving.values().tolist(), strict=True))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
+        return dict, (dict(self.items()),)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens that a step sampled, complete once `arrived` has happened. Row i of `token_ids` [num_reqs, any],
+    vLLM's copy, has `num_sampled[i]` valid tokens."""
+
+    request_ids: Sequence[str]
+    arrived: Any
+    token_ids: Int32Array
+    num_sampled: Int32Array
+
+    @classmethod
+    def of(cls, output: Any) -> "SampledTokens":
+        request_ids = output.model_runner_output.req_ids
+        return cls(request_ids, output.copy_event, output.sampled_token_ids, output.num_sampled_tokens_np)
+
+    def tokens(self) -> Iterator[list[int]]:
+        for row, count in enumerate(self.num_sampled.tolist()):
+            yield self.token_ids[row, :count].tolist()
+
+
+class DraftReport:
+    """A runner's `draft_tokens_handler`.
+
+    Attributes:
+        trims: whether the device trims drafts, or all have the planned length; then only structured output reads them.
+    """
+
+    trims: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self) -> None:
-        self._lengths: DraftLengths | dict[str, int] = {}
-        self._rows: Callable[[], list[list[int]]] | None = None  # the tokens, perhaps with others after a draft's end
+        self._lengths: ArrivingLengths | dict[str, int] = {}
+        self._rows: Callable[[], list[list[int]]] | None = None
 
-    def tell_none(self, request_ids: Sequence[str]) -> None:
-        self._lengths, self._rows = dict.fromkeys(request_ids, 0), None
+    def tell(
+        self, lengths: ArrivingLengths | dict[str, int], rows: Callable[[], list[list[int]]] | None = None
+    ) -> None:
+        """Takes the drafts of the step that ends now. `rows` gives their tokens, perhaps with others after a draft's
+        end, if structured output checks them; other drafts stay on the device, with ids of -1."""
+        self._lengths, self._rows = lengths, rows
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
         """Does nothing: `tell` has the drafts already."""
@@ -29,35 +91,7 @@ class _Report:
         rows = self._rows() if self._rows else [[-1] * num for num in lengths.values()]
         return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
 
-    def num_draft(self) -> DraftLengths | dict[str, int]:
-        """The lengths, for a scheduler that plans before the drafts exist."""
-        return self._lengths
-
-
-class DraftReport(_Report):
-    """Reports drafts that are on the host."""
-
-    def tell(self, request_ids: Sequence[str], token_ids: Iterable[list[int]]) -> None:
-        rows = list(token_ids)
-        self._lengths, self._rows = dict(zip(request_ids, map(len, rows), strict=True)), lambda: rows
-
-
-class LateReport(_Report):
-    """Reports drafts made on the device; a reader of their lengths waits for a copy. If drafts are trimmed on the
-    device, or always have the planned length, only structured output reads them."""
-
-    trims: Callable[[], bool] = staticmethod(lambda: False)  # whether this holds; set by runner.attach
-
-    def num_draft(self) -> DraftLengths | dict[str, int]:
-        """Returns no lengths of trimmed drafts, since they would cut the draft of a later step."""
+    def num_draft(self) -> ArrivingLengths | dict[str, int]:
+        """The lengths, for a scheduler that plans before the drafts exist. Those of trimmed drafts would cut the draft
+        of a later step."""
         return {} if self.trims() else self._lengths
-
-    def tell(self, outcomes: Any, input_batch: Any, drafts: torch.Tensor) -> None:
-        """Takes the drafts of the step that ends now, [num_reqs, K] on the device."""
-        sees_drafts = input_batch.has_structured_output_reqs
-        if sees_drafts or not self.trims():
-            self._lengths = outcomes.lengths(input_batch.req_ids)
-        self._rows = None
-        if sees_drafts:
-            tokens = AsyncCopy(input_batch.req_ids, drafts)
-            self._rows = lambda: tokens.values().tolist()

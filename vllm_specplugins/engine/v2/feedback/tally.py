@@ -10,7 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.counters import Counters, Ints, StageCounters, count
 from vllm_specplugins.draft import Feedback
-from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy
+from vllm_specplugins.engine.v2.feedback.report import AsyncCopy
 from vllm_specplugins.isolation.faults import NOT_FINITE
 from vllm_specplugins.kernels.steps import KINDS, SUMS, Rows, Staged, Totals, tally
 

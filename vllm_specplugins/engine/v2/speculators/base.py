@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, updates_in_place
+from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.requests import Request, warms_up
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import DRAFT_NOISE
@@ -33,7 +34,7 @@ class Speculator(DraftModelSpeculator):
 
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
-    report: Any
+    report: DraftReport
     barrier: FaultBarrier  # set by runner.attach
     offers: Any = None  # the source of drafts that vLLM's drafter makes for a cascade; set by runner.while_built
     offer: Any = None  # those of this step; None: it failed, or there is none
@@ -50,6 +51,7 @@ class Speculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
+        self.report = DraftReport()
         self._req_states, self.runs_target = req_states, vllm_config.speculative_config.runs_target
         self.attn_groups: list[Any] = []
         if self.runs_target:
@@ -80,7 +82,7 @@ class Speculator(DraftModelSpeculator):
         """Follows a runner that has loaded nothing yet, once there is a barrier."""
 
     def stop(self) -> None:
-        """Ends drafting before the first request. A planned token is then 0, with a one-hot q."""
+        """Ends drafting. A planned token is then 0, with a one-hot q."""
         self.is_off = self.barrier.counters.switched_off = True
         self.enable_adaptive_verification = self.vllm_config.speculative_config.enable_adaptive_verification = False
         if self.draft_logits is not None:
@@ -144,7 +146,7 @@ class Speculator(DraftModelSpeculator):
         """Returns drafts [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         num_reqs = input_batch.num_reqs
         if self.is_off:
-            self.report.tell_none(input_batch.req_ids)
+            self.report.tell(dict.fromkeys(input_batch.req_ids, 0))
             return self.draft_tokens[:num_reqs].zero_()  # vLLM 0.33 writes -1 into it
         rehearses = dummy_run or warms_up(input_batch.req_ids)
         if self.adapters_of is not None:

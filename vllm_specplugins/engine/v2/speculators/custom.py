@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from vllm_specplugins.counters import Counters
 from vllm_specplugins.device import DeviceDraft, DeviceTexts
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
@@ -20,7 +19,7 @@ class CustomDrafts:
     """A part of the device's first source, like the tables of a lookup."""
 
     proposer: Any  # set by Lookups.new_proposer
-    counters: Counters  # the barrier's; set by DeviceSpeculator.attach
+    stop: Callable[[], None]  # the speculator's; set by DeviceSpeculator.attach
 
     def __init__(self, req_states: Any, max_num_draft: int, vocab_size: int):
         self._texts = DeviceTexts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
@@ -69,6 +68,6 @@ class CustomDrafts:
             return function()
         except Exception:
             logger.exception("A proposer on the device has failed and drafts nothing from now on; requests go on.")
-            self._has_failed = self.counters.switched_off = True
-            self.counters.faults["raised"] = self.counters.faults.get("raised", 0) + 1
+            self._has_failed = True
+            self.stop()
             return None

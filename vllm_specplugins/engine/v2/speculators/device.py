@@ -22,7 +22,7 @@ from vllm_specplugins.engine.adaptive.trimming import trimming_if_it_can
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.v2 import memory
 from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
-from vllm_specplugins.engine.v2.feedback.report import LateReport
+from vllm_specplugins.engine.v2.feedback.report import AsyncCopy
 from vllm_specplugins.engine.v2.requests import DraftLimits, Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.lookups import Lookups
@@ -54,7 +54,6 @@ class DeviceSpeculator(Speculator):
         self.draft_token_confidence_probs, self.tally = self.outcomes.accept_probs, self.outcomes.tally
         if self._policy is not None and vllm_config.parallel_config.data_parallel_size == 1:
             self.outcomes.watch_copies()  # data-parallel engines run a drafter's experts together
-        self.report = LateReport()
         self._wanted: Any = None  # kernels.steps.Wanted, of the rows that were mapped last
         self._depth = 0  # the tokens that a model drafts
         self._depths: tuple[int, ...] = (0,)
@@ -67,7 +66,7 @@ class DeviceSpeculator(Speculator):
         barrier, late = self.barrier, self.lookups.late
         barrier.rates, barrier.late = self.tally, late
         if self.lookups.custom is not None:
-            self.lookups.custom.counters = barrier.counters
+            self.lookups.custom.stop = self.stop
         if late is not None:
             held: Any = barrier.proposer
             guards: Any = held.stages if isinstance(held, DeviceCascade) else [barrier]
@@ -75,7 +74,7 @@ class DeviceSpeculator(Speculator):
         wrap(runner, "initialize_kv_cache", partial(trimming_if_it_can, runner, self))
         memory.attach(runner, self)
         is_async = runner.vllm_config.scheduler_config.async_scheduling
-        self.report.trims = lambda: is_async and runner.adaptive_verification is not None
+        self.report.trims = lambda: is_async and not self.is_off and runner.adaptive_verification is not None
 
     def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
         """Builds the barrier's proposer, and the sources with which the speculator drafts."""
@@ -168,7 +167,11 @@ class DeviceSpeculator(Speculator):
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
             self._draft_eagerly(input_batch, edit, min(max_tokens, self._depth))
-        self.report.tell(self.outcomes, input_batch, self.draft_tokens[:num_reqs])
+        if input_batch.has_structured_output_reqs:  # vLLM checks the tokens
+            tokens = AsyncCopy(input_batch.req_ids, self.draft_tokens[:num_reqs])
+            self.report.tell(self.outcomes.lengths(input_batch.req_ids), lambda: tokens.values().tolist())
+        else:
+            self.report.tell({} if self.report.trims() else self.outcomes.lengths(input_batch.req_ids))
 
     def _draft_eagerly(self, input_batch: Any, edit: Any, num_steps: int) -> None:
         start, guard = time.perf_counter(), self.barrier.guard

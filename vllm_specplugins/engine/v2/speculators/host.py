@@ -14,7 +14,6 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
-from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
@@ -30,7 +29,6 @@ class HostSpeculator(Speculator):
         super().__init__(vllm_config, device, req_states)
         self._requests: dict[str, Request] = {}
         self._offsets = torch.arange(-self.num_speculative_steps - 1, 0, device=device)
-        self.report = DraftReport()
         self.tally: Tally | None = None  # of the logits that tokens were drawn from
         if self.draft_logits is not None:
             self.tally = Tally(self.max_num_reqs, self.num_speculative_steps, 0, device)
@@ -80,11 +78,9 @@ class HostSpeculator(Speculator):
             with gpu_sync_allowed():
                 draft = self._propose(input_batch, num_sampled, num_rejected, max_tokens)
                 self._keep(draft)
-                rows = [[-1] * self.num_speculative_steps] * input_batch.num_reqs
-                if input_batch.has_structured_output_reqs:  # vLLM has to see the tokens
-                    rows = drafts.tolist()
-            lengths = draft.num_draft.tolist()
-            self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, lengths, strict=True)])
+                rows = drafts.tolist() if input_batch.has_structured_output_reqs else None
+            lengths = dict(zip(input_batch.req_ids, draft.num_draft.tolist(), strict=True))
+            self.report.tell(lengths, rows and (lambda: rows))
         if not self.runs_target and group.world_size > 1:
             group.broadcast(drafts, src=0)
 

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.draft import DraftBatch, Int32Array
-from vllm_specplugins.engine.v2.feedback.async_copy import SampledTokens
+from vllm_specplugins.engine.v2.feedback.report import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.isolation.exchange import checked_draft, for_proposer
 from vllm_specplugins.isolation.guard import Guard

@@ -100,8 +100,9 @@ class FusedRejectionSampler(RejectionSampler):
             input_batch.cu_num_logits, input_batch.input_ids, input_batch.positions, input_batch.idx_mapping,
             input_batch.logits_indices, input_batch.seq_lens, self.sampler.req_states.prefill_len.gpu,
         )  # fmt: skip
-        rows = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
-        operation = self._operation(*rows) if max_num_draft else None
+        operation = None
+        if max_num_draft and self.verify_drafts is not None:
+            operation = partial(self.verify_drafts, input_batch.expanded_idx_mapping, input_batch.expanded_local_pos)
         sampled, num_sampled, num_rejected = sample_step(
             logits, layout, self._plain, max_num_draft, operation=operation
         )
@@ -109,9 +110,6 @@ class FusedRejectionSampler(RejectionSampler):
             sampled_token_ids=sampled, logprobs_tensors=None, num_nans=None, num_sampled=num_sampled,
             num_rejected=num_rejected, sampling_mask_tensors=None,
         )  # fmt: skip
-
-    def _operation(self, *rows: torch.Tensor) -> Callable[..., Any] | None:
-        return None if self.verify_drafts is None else partial(self.verify_drafts, *rows)
 
     def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
         """The parameters of a plain step, which depend on the requests alone; None for other steps."""
@@ -179,7 +177,9 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np,
         )  # fmt: skip
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        operation = self._operation(expanded_idx_mapping, expanded_local_pos) or rejection_sample
+        operation: Callable[..., Any] = rejection_sample
+        if self.verify_drafts is not None:
+            operation = partial(self.verify_drafts, expanded_idx_mapping, expanded_local_pos)
         return self._run(operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
 
     def _verify_in_chunks(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
