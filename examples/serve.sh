@@ -76,7 +76,7 @@ print(f"{tokens:.0f} tokens in {steps:.0f} steps: {tokens / steps:.1f} tokens a 
 '
 echo "Some of the server's counters (docs/operating.md describes them, examples/grafana.json shows them):"
 metrics | grep -E '^vllm:(spec_decode_num_(drafts|draft_tokens|accepted_tokens)|generation_tokens)_total'
-metrics | grep -E '^vllm:specplugins_(drafts|drafted_tokens|verified_tokens|accepted_tokens|faults)_total\{'
+metrics | grep -E '^vllm:specplugins_(num_drafts|drafted_tokens|num_draft_tokens|num_accepted_tokens|faults)_total\{'
 
 if [[ ${1:-} == --keep ]]; then
     trap - EXIT

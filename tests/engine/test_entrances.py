@@ -153,7 +153,7 @@ def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: py
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     labels = 'engine="0",method="prompt_lookup",model_name="demo",stage="0 prompt_lookup"'
-    assert f"vllm:specplugins_accepted_tokens_total{{{labels}}} 6.0" in text
+    assert f"vllm:specplugins_num_accepted_tokens_total{{{labels}}} 6.0" in text
     shown_on(port, vllm_config)({key("accepted_tokens", "0 prompt_lookup"): 3})
     assert f"port {port} cannot be listened on" in caplog.text
     for bad in ("http", "-1", "70000", "9" * 5000):

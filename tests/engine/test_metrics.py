@@ -12,7 +12,7 @@ from conftest import DEMO_MODEL, RUNNER, TAPES, spec_metrics
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend.plugin import requested
-from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
+from vllm_specplugins.engine.metrics.names import FORMER, PREFIX, SHAPE, TABLE
 from vllm_specplugins.methods import METHODS as OURS
 
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
@@ -27,15 +27,18 @@ Series = dict[tuple[str, ...], Any]
 
 
 def ours(llm: Any, method: str) -> dict[str, Series]:
-    """Our metrics by name, and by the values of their own labels."""
+    """Our metrics by name, and by the values of their own labels; a former name shows the same values."""
     own = {metric.name: metric.labels for metric in TABLE}
+    by_former = {former: name for name, former in FORMER.items()}
     found: dict[str, Series] = {name: {} for name in own}
     for metric in llm.get_metrics():
         if metric.name.startswith(PREFIX):
             name = metric.name.removeprefix(PREFIX)
+            name = by_former.get(name, name)
             assert metric.labels["method"] == method and metric.labels["engine"] == "0"
             labels = tuple(metric.labels[label] for label in own[name])
-            found[name][labels] = metric.count if hasattr(metric, "count") else metric.value
+            value = metric.count if hasattr(metric, "count") else metric.value
+            assert found[name].setdefault(labels, value) == value, "a former name has another value"
     return found
 
 
@@ -44,16 +47,16 @@ def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float], trims: 
     counts what was planned to be verified; where that is trimmed on the device, ours is what was.
     """
     for stage, drafted in found["drafted_tokens"].items():
-        kept, verified = found["kept_tokens"][stage], found["verified_tokens"][stage]
-        accepted = found["accepted_tokens"][stage]
+        kept, verified = found["kept_tokens"][stage], found["num_draft_tokens"][stage]
+        accepted = found["num_accepted_tokens"][stage]
         assert 0 <= accepted <= verified <= kept <= drafted
-        assert found["drafts"][stage] <= found["asked"][stage]
-        by_position = [n for labels, n in found["accepted_tokens_by_position"].items() if labels[0] == stage[0]]
+        assert found["num_drafts"][stage] <= found["asked"][stage]
+        by_position = [n for labels, n in found["num_accepted_tokens_per_pos"].items() if labels[0] == stage[0]]
         assert sum(by_position) == accepted
-    verified = sum(found["verified_tokens"].values())
+    verified = sum(found["num_draft_tokens"].values())
     assert theirs["accepted_tokens"] <= verified <= theirs["draft_tokens"]
     assert trims or verified == theirs["draft_tokens"]
-    assert sum(found["accepted_tokens"].values()) == theirs["accepted_tokens"]
+    assert sum(found["num_accepted_tokens"].values()) == theirs["accepted_tokens"]
     assert theirs["accepted_tokens"] > 0
     lengths = {int(labels[0]): n for labels, n in found["draft_lengths"].items()}
     assert sum(n for length, n in lengths.items() if length) >= theirs["drafts"]
@@ -89,9 +92,10 @@ def test_adds_up(engine: Any, name: str) -> None:
         "learned",
         "learned_length",
         "step_cost_seconds",
+        "undrafted_steps",
     }
     if drafts_in_graphs := TAPES and name in ("early_exit", "auto"):
-        absent |= {"draft_seconds", "step_draft_seconds", "store_bytes"}  # the host only launches them
+        absent |= {"draft_time_seconds", "step_draft_time_seconds", "store_bytes"}  # the host only launches them
     if name != "auto" or RUNNER == "v2":  # what its gate chooses on the device is not counted
         absent |= {"gate_lengths", "store_bytes"}
     assert missing <= absent
@@ -99,18 +103,38 @@ def test_adds_up(engine: Any, name: str) -> None:
     emitted = sum(map(len, generate(llm, prompts, [12], stop_token_ids=[answers[0][5], answers[1][7]])))
     llm.llm_engine.step()
     more = ours(llm, config["method"])
-    came = [sum(series[name].values()) for name in ("steps", "accepted_tokens") for series in (more, found)]
+    came = [sum(series[name].values()) for name in ("steps", "num_accepted_tokens") for series in (more, found)]
     assert came[0] - came[1] + came[2] - came[3] == emitted - len(prompts)
-    by_position = sum(more["accepted_tokens_by_position"].values())
+    by_position = sum(more["num_accepted_tokens_per_pos"].values())
     assert by_position == came[2] <= spec_metrics(llm)["accepted_tokens"], "vLLM counts what is dropped, too"
     if drafts_in_graphs:
-        assert not any(found["draft_seconds"].values())
+        assert not any(found["draft_time_seconds"].values())
     else:
-        num_steps = found["step_draft_seconds"][()]
-        assert 0 < max(found["draft_seconds"].values()) <= num_steps
+        num_steps = found["step_draft_time_seconds"][()]
+        assert 0 < max(found["draft_time_seconds"].values()) <= num_steps
     assert 0 < found["request_acceptance_rate"][()] <= 4
     if "gate" not in config and config["method"] == "cascade" and not drafts_in_graphs:
         assert sum(found["gate_lengths"].values()) > 0
+    check_steps(llm, more)
+
+
+def check_steps(llm: Any, found: Mapping[str, Series]) -> None:
+    """Kills: steps by shape that differ between both exits, whose draft is counted by another step's length, or that
+    lack a time or a reason; a graph that is not seen on the (simulated) device.
+    """
+    [steps] = llm.collective_rpc("specplugins_steps")
+    shapes = {tuple(shape[label] for label in SHAPE): shape for shape in steps["shapes"]}
+    for labels, num in found["shape_steps"].items():
+        assert shapes[labels[:3]]["steps"][labels[3]] == num
+    assert sum(found["shape_steps"].values()) == sum(sum(shape["steps"].values()) for shape in steps["shapes"]) > 10
+    undrafted = sum(sum(shape["steps"].values()) for labels, shape in shapes.items() if labels[2] == "0")
+    assert sum(found["undrafted_steps"].values()) == sum(steps["undrafted"].values()) == undrafted
+    assert {label for (label,) in found["undrafted_steps"]} <= {"scheduler", "gate", "trimmed", "no draft", "limits"}
+    emitted = sum(found["steps"].values()) + sum(found["num_accepted_tokens"].values())
+    assert 0 < sum(found["shape_tokens"].values()) <= 2 * emitted
+    assert all(0 <= shape["draft_seconds"] < shape["seconds"] < 60 for shape in shapes.values())
+    graphs = {labels[3] for labels in found["shape_steps"]}
+    assert graphs == {"unknown"} if RUNNER == "v1" else graphs <= {"full", "piecewise", "none"}
 
 
 def test_registered_names_in_an_error(caplog: pytest.LogCaptureFixture) -> None:

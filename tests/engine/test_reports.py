@@ -74,16 +74,16 @@ def test_what_is_in_a_report() -> None:
         return {series.replace(f"\t{STAGE}", ""): n for series, n in report.items() if not isinstance(n, list)}
 
     assert counts(first) == {
-        "asked": 2, "drafts": 2, "drafted_tokens": 4, "kept_tokens": 4, "draft_lengths\t0": 1, "draft_lengths\t2": 2,
-        "switched_off": 0.0,
+        "asked": 2, "num_drafts": 2, "drafted_tokens": 4, "kept_tokens": 4, "draft_lengths\t0": 1,
+        "draft_lengths\t2": 2, "circuit_breaker_open": 0.0,
     }  # fmt: skip
     assert counts(second) == {
-        "asked": 4, "drafts": 2, "drafted_tokens": 3, "kept_tokens": 3, "verified_tokens": 7, "accepted_tokens": 3,
-        "accepted_tokens_by_position\t0": 2, "accepted_tokens_by_position\t1": 1,
+        "asked": 4, "num_drafts": 2, "drafted_tokens": 3, "kept_tokens": 3, "num_draft_tokens": 7,
+        "num_accepted_tokens": 3, "num_accepted_tokens_per_pos\t0": 2, "num_accepted_tokens_per_pos\t1": 1,
         "draft_lengths\t0": 2, "draft_lengths\t1": 1, "draft_lengths\t2": 1, "faults\traised": 1,
     }  # fmt: skip
     assert second["request_acceptance_rate"] == [0.5]
-    assert len(first["step_draft_seconds"]) == 1 and 0 < second["step_draft_seconds"][0] < 1
+    assert len(first["step_draft_time_seconds"]) == 1 and 0 < second["step_draft_time_seconds"][0] < 1
     step(barrier, ["a"], [0], [0], [0])
     third = report_of(reporter.attach(output(), is_last=True))
     assert third["draft_lengths\t0"] == 1 and not any("seconds" in series for series in third)
@@ -107,7 +107,7 @@ def test_when_a_report_is_due() -> None:
     assert reporter.attach(output()).ec_connector_output is None, "nothing new"
     step(barrier, ["a"], [3], [2], [2])
     shared = output()
-    assert report_of(reporter.attach(shared, is_last=True))[f"accepted_tokens\t{STAGE}"] == 2
+    assert report_of(reporter.attach(shared, is_last=True))[f"num_accepted_tokens\t{STAGE}"] == 2
     assert shared.ec_connector_output is None
 
 

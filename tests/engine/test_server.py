@@ -259,18 +259,18 @@ def test_metrics(client: openai.OpenAI) -> None:
 
     # No gate here, no fault, no store, no other server, nothing that learns.
     absent = {"gate_lengths", "faults", "stored_outputs", "stored_tokens", "exchanges", "learned", "learned_length"}
-    absent.add("step_cost_seconds")  # Model Runner V2
+    absent |= {"step_cost_seconds", "undrafted_steps"}  # Model Runner V2; each step has a draft
     for metric in TABLE:
         shown = PREFIX + metric.name + {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
         assert shown in after or metric.name in absent, metric.name
-    names = [f"{PREFIX}{what}_tokens_total" for what in ("accepted", "verified", "kept", "drafted")]
+    names = [f"{PREFIX}{what}_tokens_total" for what in ("num_accepted", "num_draft", "kept", "drafted")]
     accepted, verified, kept, drafted = map(added, names)
     assert 0 < accepted <= verified <= kept <= drafted
     assert accepted == added("vllm:spec_decode_num_accepted_tokens_total")
     assert verified == added("vllm:spec_decode_num_draft_tokens_total")
-    assert added(f"{PREFIX}accepted_tokens_by_position_total") == accepted
+    assert added(f"{PREFIX}num_accepted_tokens_per_pos_total") == accepted
     assert 0 < added(f"{PREFIX}request_acceptance_rate_count") <= 9
-    for times in ("step_draft_seconds", "draft_seconds"):
+    for times in ("step_draft_time_seconds", "draft_time_seconds"):
         assert 0 < added(f"{PREFIX}{times}_sum") < 60
     labels = next(iter(after[f"{PREFIX}drafted_tokens_total"]))
     assert labels[-1] in ("0 prompt_lookup", "1 early_exit") and set(labels) >= {"cascade", "demo", "0"}

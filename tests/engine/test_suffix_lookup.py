@@ -88,7 +88,7 @@ def test_shared(engine: Any, prompts: list[list[int]], monkeypatch: pytest.Monke
         assert accepted(second) > 1.1 * before
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             text = answer.read().decode()
-        [shown] = re.findall(r"^vllm:specplugins_accepted_tokens_total{.*} (.*)$", text, re.MULTILINE)
+        [shown] = re.findall(r"^vllm:specplugins_num_accepted_tokens_total{.*} (.*)$", text, re.MULTILINE)
         assert 0 < float(shown) <= accepted(second)
 
 

@@ -204,6 +204,12 @@ class Cascade:
         for guard in self._guards:
             guard.settle()
 
+    def activity(self) -> tuple[int, int]:
+        """Returns running counts: questions to stages; tokens that they drafted, and questions that the gate spared."""
+        counters = [stage.counters for stage in self._stages]
+        asked, drafted = sum(each.asked for each in counters), sum(each.drafted for each in counters)
+        return asked, drafted + sum(stage.num_spared for stage in self._stages)
+
     def stage_counters(self) -> dict[str, StageCounters]:
         """Returns running totals of each stage, by "index method"."""
         self._tracker.move_to([stage.counters for stage in self._stages])

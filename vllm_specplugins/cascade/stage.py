@@ -48,6 +48,7 @@ class Stage:
         self.max_num_draft = config.num_speculative_tokens or context.max_num_draft
         self.counters = StageCounters()
         is_cheap = self.method.is_lookup or self.method.is_late
+        self.num_spared = 0  # questions that the gate did not ask
         self._gate, self._asked_ms = None if is_cheap else gate, 0.0  # ms of the last step in which it was asked
         self._ahead: tuple[Any, DraftArrays] | None = None
 
@@ -109,6 +110,7 @@ class Stage:
         may_draft = guard.may_draft(batch.request_ids)
         if self._gate is not None and not self._gate.asks(self.index, len(max_tokens), self._asked_ms):
             max_tokens = np.zeros_like(max_tokens)
+            self.num_spared += 1
         elif may_draft is not None:
             max_tokens = np.where(may_draft, max_tokens, 0)
         # A store takes a request's last tokens, too, after which no draft is wanted.

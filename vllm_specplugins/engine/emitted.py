@@ -8,19 +8,24 @@ from typing import Any
 
 from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
+from vllm_specplugins.engine.metrics.steps import RECORDS, StepWatch
 
 EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by position
 VERIFIED = "specplugins_num_verified"  # attribute of ModelRunnerOutput: verified draft tokens, if drafts were trimmed
-_BY_POSITION = "accepted_tokens_by_position"
+VERIFIES = "specplugins_verifies"  # attribute of SchedulerOutput: the draft length that the step before chose
+_BY_POSITION = "num_accepted_tokens_per_pos"
 
 
 class CountsEmitted:
     """A mixin for vLLM's schedulers."""
 
+    requests: dict[str, Any]
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._num_steps, self._dropped = 0, Counter[int]()  # request steps without first tokens; tokens by position
         self._num_reported, self._to_report = 0, Counter[int]()
+        self._watch = StepWatch()
         self._sent = self._emitted = 0, dict[int, int]()  # the totals sent to the worker; a new tuple per change
 
     def add_request(self, request: Any) -> None:
@@ -30,6 +35,8 @@ class CountsEmitted:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM truncates the lists
+        lengths = getattr(scheduler_output, VERIFIES, None), getattr(model_runner_output, VERIFIED, None)
+        self._watch.add(scheduler_output, model_runner_output, num_sampled, *lengths)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         num_emitted = 0
         for engine_outputs in outputs.values():
@@ -44,6 +51,8 @@ class CountsEmitted:
         sent = model_runner_output.ec_connector_output
         if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
             self._correct(sent.ec_connector_stats.data[REPORT])
+        if not self.requests:
+            self._watch.pause()
         return outputs
 
     def _drop(self, outputs: Any, rows: dict[str, int], num_sampled: list[int]) -> None:
@@ -67,7 +76,7 @@ class CountsEmitted:
                 num = min(report[series], self._to_report[position])
                 report[series] -= num
                 if num:
-                    report[key("accepted_tokens", series.split(SEPARATOR)[1])] -= num
+                    report[key("num_accepted_tokens", series.split(SEPARATOR)[1])] -= num
                 self._to_report[position] -= num
         self._to_report = +self._to_report
 
@@ -83,6 +92,7 @@ class CountsEmitted:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         self._sent = self._emitted
         setattr(scheduler_output, EMITTED, self._sent)
+        setattr(scheduler_output, RECORDS, self._watch.taken())
 
     def has_finished_requests(self) -> bool:
         """Also true until the worker has the last totals, which take an empty step if scheduling is asynchronous."""

@@ -12,6 +12,7 @@ from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.emitted import EMITTED
 from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
+from vllm_specplugins.engine.metrics.steps import RECORDS
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import behind_gate, build_proposer, forces_tokens
 
@@ -71,6 +72,7 @@ class _WithProposer:
         if is_idle:
             self._barrier.totals()  # begins to copy the device's counts
             self._barrier.settle()
+        self._reporter.steps.add(getattr(scheduler_output, RECORDS, ()))
         if scheduler_output.finished_req_ids:
             self._reporter.forget(scheduler_output.finished_req_ids)
         if output is None or not is_idle or not self._reports:
@@ -80,7 +82,10 @@ class _WithProposer:
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         self._barrier.log()
-        return output if output is None or not self._reports else self._reporter.attach(output)
+        if output is None:
+            return None
+        self._reporter.note(getattr(output, "model_runner_output", output))
+        return self._reporter.attach(output) if self._reports else output
 
     def shutdown(self) -> None:
         """Saves our stages' files before vLLM ends, which may be before `init_device` has."""
@@ -109,6 +114,10 @@ class _WithProposer:
         """Our counters (counters.Counters) as a dictionary, for `LLM.collective_rpc`."""
         self._barrier.totals()  # begins to copy the device's counts
         return asdict(self._barrier.net_totals())
+
+    def specplugins_steps(self) -> dict[str, Any]:
+        """Decoding steps by shape, and those without a draft by reason (metrics/steps.py), for `LLM.collective_rpc`."""
+        return self._reporter.steps.as_dict()
 
     def specplugins_paused(self, ms: float) -> None:
         """Subtracts a pause of the engine from the step times of a gate, for `LLM.collective_rpc`."""

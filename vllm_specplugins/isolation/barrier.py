@@ -39,6 +39,7 @@ class FaultBarrier:
         self.emitted: tuple[int, dict[int, int]] | None = None  # counted by the scheduler; see engine/emitted.py
         self.tally: Any = None  # counts on the device; see engine/v2/feedback/tally.py
         self.budget: Any = None  # trims drafts on the device; see engine/adaptive/budget.py
+        self.undrafted: str | None = None  # why the newest call drafted nothing
         self.forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
         self.late: Any = None  # asks for late drafts; see engine/v2/speculators/late.py
         self.guard = Guard(
@@ -69,9 +70,10 @@ class FaultBarrier:
             feedback = replace(feedback, step_ms=feedback.step_ms - self.paused_ms)
         self.paused_ms = 0.0
         self.guard.begin_step()
-        start = time.perf_counter()
+        start, activity = time.perf_counter(), self._activity()
         try:
             draft = self._propose(batch, feedback)
+            self.undrafted = None if draft.num_draft.any() else self._reason(batch, activity)
             num_asked = int(np.count_nonzero(batch.max_num_draft))
             if self.forced is None:
                 self.counters.add_drafts(num_asked, Histogram(draft.num_draft.tolist()))
@@ -94,6 +96,20 @@ class FaultBarrier:
             rows = np.flatnonzero(may_draft)
             draft = self.guard.call(batch, lambda: draft_of_rows(proposer, batch, rows, limits, *sizes))
         return Draft.empty(batch.num_reqs) if draft is None else draft
+
+    def _activity(self) -> tuple[int, int]:
+        """A cascade's running counts of questions to stages, and of drafts or questions that its gate withheld."""
+        activity: tuple[int, int] = getattr(self.proposer, "activity", lambda: (-1, -1))()
+        return activity
+
+    def _reason(self, batch: DraftBatch, before: tuple[int, int]) -> str:
+        """Why a call drafted nothing, where `before` was the activity."""
+        if not batch.max_num_draft.any():
+            return "limits"
+        if self.counters.switched_off:
+            return "faults"
+        asked, withheld = self._activity()
+        return "gate" if asked >= 0 and (asked == before[0] or withheld > before[1]) else "no draft"
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
         """Counts the verification of one step, and the requests that only the scheduler drafts for."""

@@ -15,7 +15,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.hooks import wrap
-from vllm_specplugins.engine.metrics.names import HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
+from vllm_specplugins.engine.metrics.names import FORMER, HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -30,9 +30,15 @@ class Exporter:
 
     def __init__(self, vllm_config: VllmConfig, vllm_logger: Any):
         config = vllm_config.speculative_config.plugin_config
-        self._metrics = {metric.name: (_made(metric, vllm_logger), _VERBS[metric.kind]) for metric in TABLE}
+        self._metrics: dict[str, list[tuple[Any, str]]] = {
+            metric.name: [
+                (_made(metric, name, vllm_logger), _VERBS[metric.kind])
+                for name in filter(None, (metric.name, FORMER.get(metric.name)))
+            ]
+            for metric in TABLE
+        }
         self._labels = {index: [*values, config.method] for index, values in vllm_logger.per_engine_labelvalues.items()}
-        self._series: dict[tuple[int, str], Callable[[float], None]] = {}
+        self._series: dict[tuple[int, str], list[Callable[[float], None]]] = {}
         self._has_failed = False
         for engine in self._labels:
             for series in _known_series(config):
@@ -42,19 +48,19 @@ class Exporter:
         """Adds a worker's report. Logs a failure once; requests continue."""
         try:
             for series, value in report.items():
-                show = self._of(engine, series)
-                for each in value if isinstance(value, list) else (value,):
-                    show(each)
+                for show in self._of(engine, series):
+                    for each in value if isinstance(value, list) else (value,):
+                        show(each)
         except Exception:
             if not self._has_failed:
                 logger.exception("A report of the metrics cannot be shown; requests go on.")
             self._has_failed = True
 
-    def _of(self, engine: int, series: str) -> Callable[[float], None]:
+    def _of(self, engine: int, series: str) -> list[Callable[[float], None]]:
         if (engine, series) not in self._series:
             name, *labels = series.split(SEPARATOR)
-            metric, verb = self._metrics[name]
-            self._series[engine, series] = getattr(metric.labels(*self._labels[engine], *labels), verb)
+            values = [*self._labels[engine], *labels]
+            self._series[engine, series] = [getattr(made.labels(*values), verb) for made, verb in self._metrics[name]]
         return self._series[engine, series]
 
 
@@ -82,14 +88,14 @@ def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]]
     return partial(exporter.record, engine=engine)
 
 
-def _made(metric: Metric, vllm_logger: Any) -> Any:
+def _made(metric: Metric, name: str, vllm_logger: Any) -> Any:
     kinds: dict[str, Any] = {
         "counter": vllm_logger._counter_cls,
         "gauge": partial(vllm_logger._gauge_cls, multiprocess_mode="mostrecent"),
         "histogram": partial(vllm_logger._histogram_cls, buckets=metric.buckets),
     }
     labels = [*LABELS, *metric.labels]
-    return kinds[metric.kind](name=PREFIX + metric.name, documentation=metric.words, labelnames=labels)
+    return kinds[metric.kind](name=PREFIX + name, documentation=metric.words, labelnames=labels)
 
 
 def _known_series(config: Any) -> Iterator[str]:

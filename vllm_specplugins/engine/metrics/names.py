@@ -7,6 +7,7 @@ from functools import cache
 
 PREFIX = "vllm:specplugins_"  # vLLM's `get_metrics()` and clean-up select metrics by "vllm:"
 LABELS = ("model_name", "engine", "method")
+SHAPE = ("batch", "context", "draft_tokens")  # of a step, in buckets of steps.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Metric:
     buckets: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)  # seconds
 
 
+_STEPS = (0.003, 0.006, 0.01, 0.02, 0.04, 0.08, 0.16, 0.5, 2.0)  # seconds
 _RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _LEFT = "Tokens of a stage that the next stage kept, or that the last stage sent to the target."
 _AT = "Tokens of a stage that the target accepted, by position in the draft."
@@ -38,22 +40,24 @@ _EXCHANGED = "Outputs shared by suffix_lookup and questions of remote, by result
 _LEARNED = "Progress of a part that learns: examples (tokens), steps, candidates, promotions, rollbacks."
 _LENGTH = "Acceptance length of a part that learns: measured lately; expected, of the loaded and the serving weights."
 _COSTS = "Cost of the newest step, as trimming assumes it: step, without drafts; draft_token, each if all are verified."
-_OFF = "times_switched_off"
+_OFF = "How often a stage's circuit breaker opened, after repeated faults."
+_FIRST = "Requests by the position of the first rejected token, rounded down to a power of two; none: all accepted."
+_WHY = "Decoding steps that verified no draft token, by the reason."
 
 COUNTS = (
     Metric("counter", "asked", "How often a stage was asked to draft for a request.", "asked"),
-    Metric("counter", "drafts", "Steps of single requests in which a draft had tokens of a stage.", "drafts"),
+    Metric("counter", "num_drafts", "Steps of single requests in which a draft had tokens of a stage.", "drafts"),
     Metric("counter", "drafted_tokens", "Tokens that a stage drafted.", "drafted"),
     Metric("counter", "kept_tokens", _LEFT, "kept"),
-    Metric("counter", "verified_tokens", "Tokens of a stage that the target verified.", "verified"),
-    Metric("counter", "accepted_tokens", "Tokens of a stage that the target accepted.", "accepted"),
-    Metric("counter", "accepted_tokens_by_position", _AT, "accepted_at", ("stage", "position")),
+    Metric("counter", "num_draft_tokens", "Tokens of a stage that the target verified.", "verified"),
+    Metric("counter", "num_accepted_tokens", "Tokens of a stage that the target accepted.", "accepted"),
+    Metric("counter", "num_accepted_tokens_per_pos", _AT, "accepted_at", ("stage", "position")),
     Metric("counter", "gate_lengths", _GATE, "gate_lengths", ("stage", "length")),
 )
 HEALTH = (
     Metric("counter", "faults", "Faults of a stage that the barrier stopped.", "faults", ("stage", "cause")),
-    Metric("counter", _OFF, "How often a stage was switched off after repeated faults.", _OFF),
-    Metric("gauge", "switched_off", "Whether a stage is switched off now.", "switched_off"),
+    Metric("counter", "circuit_breaker_openings", _OFF, "times_switched_off"),
+    Metric("gauge", "circuit_breaker_open", "Whether a stage's circuit breaker is open now.", "switched_off"),
 )
 TABLE: tuple[Metric, ...] = (
     *COUNTS,
@@ -67,11 +71,28 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "exchanges", _EXCHANGED, labels=("stage", "what")),
     Metric("counter", "learned", _LEARNED, labels=("stage", "what")),
     Metric("gauge", "learned_length", _LENGTH, labels=("stage", "weights")),
-    Metric("histogram", "draft_seconds", "Host time that a stage took for a step in which a request wanted drafts."),
-    Metric("histogram", "step_draft_seconds", "Host time of all drafting of such a step.", labels=()),
+    Metric("histogram", "draft_time_seconds", "Host time of a stage in a step in which a request wanted drafts."),
+    Metric("histogram", "step_draft_time_seconds", "Host time of all drafting of such a step.", labels=()),
     Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),
+    Metric("histogram", "shape_time_seconds", "Time of decoding steps.", "", SHAPE, _STEPS),
+    Metric("counter", "shape_draft_time_seconds", "Host time of drafting in decoding steps.", labels=SHAPE),
+    Metric("counter", "shape_steps", "Decoding steps, by their CUDA graph.", labels=(*SHAPE, "graph")),
+    Metric("counter", "shape_tokens", "Tokens that decoding steps emitted.", labels=SHAPE),
+    Metric("counter", "shape_first_rejections", _FIRST, labels=(*SHAPE, "position")),
+    Metric("counter", "undrafted_steps", _WHY, labels=("reason",)),
 )
 GAUGES = {metric.name for metric in TABLE if metric.kind == "gauge"}
+# The names that version 0.1.0 had; the next version drops them.
+FORMER = {
+    "num_drafts": "drafts",
+    "num_draft_tokens": "verified_tokens",
+    "num_accepted_tokens": "accepted_tokens",
+    "num_accepted_tokens_per_pos": "accepted_tokens_by_position",
+    "circuit_breaker_openings": "times_switched_off",
+    "circuit_breaker_open": "switched_off",
+    "draft_time_seconds": "draft_seconds",
+    "step_draft_time_seconds": "step_draft_seconds",
+}
 REPORT = "specplugins"  # a report's key in the dictionary that vLLM carries
 SEPARATOR = "\t"  # in a report's keys, between a metric's name and its label values
 

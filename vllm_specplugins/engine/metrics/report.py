@@ -14,13 +14,14 @@ from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.engine.metrics.names import COUNTS, GAUGES, HEALTH, REPORT, SEPARATOR, key
+from vllm_specplugins.engine.metrics.steps import DRAFTING, StepTotals
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
 logger = logging.getLogger("vllm.specplugins")
 
 SHARE = 0.005  # limit of the share of time for reports
 LONGEST_LIST = 1000  # limit of a histogram's values between reports; further values are dropped
-_STEP = "step_draft_seconds"
+_STEP = "step_draft_time_seconds"
 Clock = Callable[[], float]
 Show = Callable[[Mapping[str, Any]], None] | None
 
@@ -53,17 +54,24 @@ class Reporter:
         self._shown: dict[str, float] = {}  # gauges
         self._taken: dict[str, tuple[float, int]] = {}  # ms of drafting and drafts wanted, up to the last step
         self._observed = defaultdict[str, list[float]](list)  # of histograms, since the last report
+        self.steps = StepTotals(self._observe)
+        self._noted_ms = 0.0  # of drafting, up to the last step
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Records the acceptance rates of finished requests."""
         for rate in self._barrier.rates.take(request_ids):
             self._observe("request_acceptance_rate", rate)
 
+    def note(self, carrier: Any) -> None:
+        """Tells the scheduler of a step's drafting."""
+        last_ms, self._noted_ms = self._noted_ms, self._barrier.counters.propose_ms
+        setattr(carrier, DRAFTING, ((self._noted_ms - last_ms) / 1000, self._barrier.undrafted))
+
     def drop(self) -> None:
         """Drops the counts of vLLM's warm-up; gauges, such as a store's size, are still reported."""
         self._barrier.totals()
         self._report(self._barrier.totals())
-        self._shown = {}
+        self._shown, self._noted_ms = {}, self._barrier.counters.propose_ms
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
         """Adds a report to a step's output if one is due. A failure here reaches no request. `output` may be shared by
@@ -110,7 +118,7 @@ class Reporter:
     def _time_step(self, counters: Counters) -> None:
         counters.whole.ms = counters.propose_ms
         stages = self._stages(counters)
-        taken = {key("draft_seconds", stage): (counts.ms, counts.asked) for stage, counts in stages.items()}
+        taken = {key("draft_time_seconds", stage): (counts.ms, counts.asked) for stage, counts in stages.items()}
         taken[_STEP] = counters.propose_ms, sum(counts.asked for counts in stages.values())
         for series, (ms, asked) in taken.items():
             last_ms, last_asked = self._taken.get(series, (0.0, 0))
@@ -159,6 +167,7 @@ class Reporter:
         for name, stage in stages_of(self._barrier.proposer, self.method):
             for metric_name, labels, value in stage.series() if is_ours(stage, "series") else ():
                 yield key(metric_name, name, *labels), value
+        yield from self.steps.counts()
         for part, seconds in self._barrier.budget.costs().items() if self._barrier.budget else ():
             yield key("step_cost_seconds", part), seconds
 

@@ -1,6 +1,7 @@
 """Adapter for Model Runner V2, the default wherever Triton works. A proposer that reads tokens on the host waits for
 them (speculators/host.py); others draft on the device (device.py)."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -51,6 +52,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         wrap(runner, "initialize_kv_cache", partial(_trimming_as, speculator.specplugins, speculator))
         speculator = speculator.specplugins
     speculator.barrier, barrier.tally = barrier, speculator.tally
+    runner.observability_config = observability_config = copy.copy(runner.observability_config)
+    observability_config.cudagraph_metrics = True  # of each step, for metrics/steps.py
     forces = any(forces_tokens(runner.speculative_config.plugin_config))
 
     def add(scheduler_output: Any) -> None:

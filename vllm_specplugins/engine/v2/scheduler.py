@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_specplugins.engine.emitted import VERIFIED, CountsEmitted
+from vllm_specplugins.engine.emitted import VERIFIED, VERIFIES, CountsEmitted
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
@@ -23,7 +23,6 @@ from vllm_specplugins.request_options import draft_limit
 
 _UNPROVEN = 5  # tokens that are planned for a request with structured output until more of its draft are accepted
 _FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
-_VERIFIES = "specplugins_verifies"  # attribute of SchedulerOutput: the draft length of the step before
 
 
 class StepLengths:
@@ -54,7 +53,7 @@ class StepLengths:
 
     def tell(self, scheduled: Any, output: Any) -> None:
         before, self._at, counts = self._at, self._clock(), scheduled.num_scheduled_tokens
-        drafts, length = scheduled.scheduled_spec_decode_tokens, getattr(scheduled, _VERIFIES, None)
+        drafts, length = scheduled.scheduled_spec_decode_tokens, getattr(scheduled, VERIFIES, None)
         if length != scheduled.num_spec_tokens_to_schedule:
             return
         num_reqs, share, emitted = len(counts), 1.0, output.sampled_token_ids
@@ -97,7 +96,7 @@ class _Choosing(CountsEmitted):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
-        setattr(scheduler_output, _VERIFIES, self._drafted)
+        setattr(scheduler_output, VERIFIES, self._drafted)
         self._drafted = scheduler_output.num_spec_tokens_to_schedule
 
 
