@@ -9,8 +9,8 @@ work on the machine leaves these alone. What the driver takes is not in it (abou
 nor what a front end does. K does not change (no gate by time, where time means nothing) and is 5; an arm's ending says
 more: ", K = 31"; ", K = 0": the scheduler plans no drafts. ", free": further tokens cost the target nothing, as with
 few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured. ", TRITON_ATTN": with
-what the attention of trees extends. ", JSON": each request has a grammar, that forbids nothing and costs nothing, and
-nothing is found.
+what the attention of trees extends. ", no telemetry": without metrics by shape of a step. ", JSON": each request has a
+grammar, that forbids nothing and costs nothing, and nothing is found.
 """
 
 import argparse
@@ -118,6 +118,8 @@ class Engine:
         method = METHODS[name] if name in METHODS else json.loads(name)
         num_draft = 31 if "K = 31" in endings else 5
         planned = 0 if "K = 0" in endings else num_draft
+        if "no telemetry" in endings:
+            _record_nothing()
         self._has_grammar = "JSON" in endings
         null_device.num_draft = 0 if method is None or self._has_grammar else planned
         config = None if method is None else {"num_speculative_tokens": num_draft, **method}
@@ -210,6 +212,17 @@ class Engine:
         self._llm.llm_engine.output_processor.abort_requests(requests, internal=True)
         while self._core.scheduler.has_requests() or self._core.batch_queue:
             self._core.step_fn()
+
+
+def _record_nothing() -> None:
+    """Without metrics by shape of a step."""
+    from vllm_specplugins.engine.metrics.report import Reporter
+    from vllm_specplugins.engine.metrics.steps import StepTotals, StepWatch
+
+    for owner, name, result in (
+        (StepWatch, "add", None), (StepWatch, "taken", ()), (StepTotals, "add", None), (Reporter, "note", None),
+    ):  # fmt: skip
+        setattr(owner, name, lambda *arguments, result=result: result)
 
 
 def _write_models(folder: Path, drafter: dict[str, Any]) -> str:

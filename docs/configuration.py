@@ -23,8 +23,9 @@ integers, in bytes; the first of several values is the default. A wrong value is
 """
 REQUESTS = """## Options of one request
 
-In Python, `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP, JSON text: `"vllm_xargs": {"specplugins":
-"{\\"enabled\\": false}"}`. A bad option answers 400 (streamed: an error event after a 200; [other front
+In Python, `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP, flat keys or JSON text:
+`"vllm_xargs": {"specplugins.max_draft": 4, "specplugins.enabled": 0}`, or `{"specplugins": "{\\"enabled\\": false}"}`.
+A bad option answers 400 (streamed: an error event after a 200; [other front
 ends](operating.md#other-front-ends) drop it).
 
 - `enabled`: false disables drafts.

@@ -132,6 +132,77 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
     assert re.search(r"must be|must run|must not|fields are|cannot be imported|is missing", sentence)
 
 
+RENAMED = [
+    ({"method": "prompt_lookup", "prompt_lookup_max": 5, "prompt_lookup_min": 2}, {"max_ngram": 5, "min_ngram": 2}),
+    ({"method": "prompt_lookup", "prompt_lookup_max": 5, "rejection_sample_method": "standard"}, {"max_ngram": 5}),
+    (
+        {"method": "suffix_lookup", "suffix_decoding_max_tree_depth": 24, "suffix_decoding_min_token_prob": 0.3},
+        {"num_speculative_tokens": 24, "min_confidence": 0.3},
+    ),
+    ({"method": "custom", "model": "json.decoder.JSONDecoder"}, {"proposer": "json.decoder:JSONDecoder"}),
+]
+
+
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize(("theirs", "ours"), RENAMED)
+def test_names_of_vllm(theirs: dict[str, Any], ours: Any, stage: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's names make the same configuration, and one line says what they became. Kills: a name that is dropped, or
+    read in a method but not in a stage; a line for each name; a line where there is nothing to say.
+    """
+
+    def parsed(fields: dict[str, Any]) -> Any:
+        config = (
+            {"method": "cascade", "stages": [{"method": "early_exit", "exit_layer": 1}, fields]} if stage else fields
+        )
+        return parse_config(config)
+
+    with caplog.at_level("INFO", "vllm.specplugins"):
+        expected = parsed({"method": theirs["method"], **ours})
+        assert not caplog.records
+        assert parsed(theirs) == expected
+    [line] = caplog.messages
+    names = theirs.keys() - {"method"}
+    assert line.startswith(f"{theirs['method']}: read vLLM's ") and all(f"{name} " in line for name in names)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"method": "prompt_lookup", "max_ngram": 4, "prompt_lookup_max": 5},
+            "prompt_lookup: max_ngram is given twice, also as vLLM's prompt_lookup_max.",
+        ),
+        (
+            {"method": "early_exit", "exit_layer": 1, "rejection_sample_method": "block"},
+            "early_exit: rejection_sample_method must be 'standard', not 'block': block verification gains nothing for "
+            "drafts of lookups, and draft_sample_method 'coupled' replaces it for drafts of models.",
+        ),
+        ({"method": "prompt_lookup", "prompt_lookup_max": 99}, "max_ngram must be an integer from 1 to 16, not 99."),
+        ({"method": "custom", "model": "nowhere"}, "proposer must be a string like 'package.module:Class', not "),
+    ],
+)
+def test_names_that_are_refused(config: dict[str, Any], sentence: str) -> None:
+    """Kills: a name of vLLM's with another meaning that is taken for ours; a value that none of ours means."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["draft_confidence_threshold", "prompt_lookup_max", "prompt_lookup_min"])
+def test_settings_that_are_the_cascades(name: str) -> None:
+    """Kills: a drafter of vLLM's that looks tokens up, or chooses lengths, beside a cascade that does."""
+    stage = {"method": "mtp", name: 5}
+    with pytest.raises(ConfigError, match=rf"stages\[1\]: {name} must be left out: the cascade looks tokens up"):
+        parse_config({"method": "cascade", "stages": ["prompt_lookup", stage]})
+
+
+def test_settings_of_the_next_version() -> None:
+    """Kills: a setting of a drafter that vLLM is about to have, and that the stage refuses."""
+    settings = {"draft_token_map": "map.json", "draft_token_map_quantization": "fp8", "draft_token_map_dynamic_rows": 8}
+    config = parse_config({"method": "cascade", "stages": ["prompt_lookup", {"method": "mtp", **settings}]})
+    assert config.stages[1].method_config.settings == settings
+
+
 ODD_CLASSES = """
 class Number:
     check_options = 5
@@ -264,7 +335,6 @@ def test_frozen(name: str) -> None:
 
 
 STAGE = {"method": "cascade", "stages": [LOOKUP]}
-COMMON = "num_speculative_tokens, time_budget_ms, verification, gate."
 
 
 @pytest.mark.parametrize(
@@ -275,15 +345,21 @@ COMMON = "num_speculative_tokens, time_budget_ms, verification, gate."
         ({**STAGE, "stages": [{"method": "promt_lookup"}]}, "; did you mean 'prompt_lookup'?"),
         ({**STAGE, "stages": [{"method": "eagle_3", "model": "m"}]}, "; did you mean 'eagle3'?"),
         ({**STAGE, "stages": [{"method": "mtp", "modell": "m"}]}, "; did you mean 'model'?"),
-        ({**LOOKUP, "prompt_lookup_max": 5}, "prompt_lookup_max is vLLM's; here it is max_ngram."),
+        ({"method": "suffix_lookup", "suffix_decoding_max_cached_requests": 0}, "vLLM's; here it is store_bytes."),
         ({"method": "suffix_lookup", "draft-p-min": 1}, "draft-p-min is llama.cpp's; here it is min_confidence."),
         ({**STAGE, "draft-p-min": 0.5}, "draft-p-min is llama.cpp's; here it is gate."),
         ({**STAGE, "stages": [{"method": "NGRAM"}]}, "NGRAM is SGLang's; here it is prompt_lookup."),
         ({**STAGE, "policy": "first"}, "policy must be one of 'auto', 'verify', not 'first'."),
-        ({**STAGE, "cost_table": "f"}, "; the fields are stages, policy, tree, " + COMMON),
-        ({"method": "suffix_lookup", "max_index_bytes": 1}, ", shared_keep_s, min_confidence, " + COMMON),
-        ({**LOOKUP, "rejection": "block"}, "; the fields are max_ngram, min_ngram, max_index_bytes, " + COMMON),
-        ({**STAGE, "stages": [{"method": "token_recycling"}]}, "not 'token_recycling'."),
+        ({**STAGE, "cost_table": "f"}, "; cost_table went after version 0.1.0: leave it out."),
+        (
+            {"method": "suffix_lookup", "max_index_bytes": 1},
+            "max_index_bytes went after version 0.1.0: leave it out.",
+        ),
+        ({**LOOKUP, "rejection": "block"}, "; draft_sample_method 'coupled' replaces 'block'."),
+        (
+            {**STAGE, "stages": [{"method": "token_recycling"}]},
+            "went after version 0.1.0: use suffix_lookup.",
+        ),
         ({**EXIT, "exit_layer": "auto"}, "exit_layer must be an integer from 1 to 10000, not 'auto'."),
     ],
 )

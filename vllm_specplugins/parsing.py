@@ -18,6 +18,7 @@ from vllm_specplugins.config import (
     sample_methods,
     with_default_length,
 )
+from vllm_specplugins.config.aliases import with_our_names
 from vllm_specplugins.config.built_in import BuiltInConfig, check_built_in
 from vllm_specplugins.config.trees import with_tree
 from vllm_specplugins.custom import (
@@ -42,7 +43,7 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     Raises:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
     """
-    values = {key: value for key, value in raw.items() if key != "method"}
+    values = with_our_names(raw["method"], {key: value for key, value in raw.items() if key != "method"})
     method, greedy = raw["method"], greedy or values.get("verification", "fused") != "fused"
     row, stages = METHODS.get(method), values.get("stages")
     if greedy and hasattr(row and row.config, "draft_sample_method"):
@@ -104,7 +105,10 @@ def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> St
         allowed = f"a dictionary whose method is one of {', '.join(names)}, or its name"
         hint = did_you_mean(method, names)
         raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(method)}{hint}")
-    method, values = raw["method"], {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
+    method = raw["method"]
+    if method not in BUILT_IN:
+        raw = with_our_names(method, raw)
+    values = {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     for entry in fields(CommonConfig):
         if entry.name in values:
             raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")

@@ -1,7 +1,8 @@
-"""Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary or its JSON text.
+"""Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary or its JSON text, and flat keys beside
+it, such as "specplugins.max_draft".
 
-The HTTP API takes them in `vllm_xargs`, where a value cannot be a dictionary: hence the text. The front end bounds,
-checks and resolves them, so that a bad option answers 400 and reaches neither the engine nor another request.
+The HTTP API takes them in `vllm_xargs`, where a value cannot be a dictionary: hence text and flat keys. The front end
+bounds, checks and resolves them, so that a bad option answers 400 and reaches neither the engine nor another request.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ CHARACTERS_PER_TOKEN = 24
 MAX_OTHER_BYTES, MAX_OTHER_BRACKETS = 1 << 16, 1 << 12  # of JSON text beside the reference
 MAX_CUSTOM_BYTES, MAX_NESTING = 1 << 14, 8  # options of a custom proposer, as MessagePack
 REFERENCE, TENANT = "reference", "tenant"
+FLAT = "specplugins."  # how flat keys begin
 
 
 def _integer_up_to(high: int) -> tuple[str, Callable[[Any], bool]]:
@@ -48,6 +50,7 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "learn": _FLAG,
 }
 PLAIN = tuple(_PLAIN)
+FLAGS = frozenset(name for name, rule in _PLAIN.items() if rule is _FLAG)
 STORES_NOTHING = {"learn": False}  # options of a request that leaves nothing for later ones
 SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # no custom proposer reads these
 
@@ -71,6 +74,18 @@ class Limits:
 
 class _Reference(msgspec.Struct):
     reference: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def flat_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among flat keys. A flag is also read from a number or a text, since `vllm_xargs` holds no others.
+
+    >>> flat_options({"specplugins.max_draft": 4, "specplugins.enabled": 0, "other": 1})
+    {'max_draft': 4, 'enabled': False}
+    """
+    flat = {key[len(FLAT) :]: value for key, value in extra_args.items() if f"{key}".startswith(FLAT)}
+    for name in flat.keys() & FLAGS:
+        flat[name] = {"0": False, "false": False, "1": True, "true": True}.get(f"{flat[name]}".lower(), flat[name])
+    return flat
 
 
 def read_options(raw: Any, max_model_len: int) -> Options:

@@ -1,14 +1,22 @@
 """The version contract against real sources: the installed vLLM, the wheel of 0.33.0, and mutants of both."""
 
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import newest_vllm
 import pytest
 from conftest import RUNNER
 
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.built_in import refuse_second_owner, speculative_config_of
+from vllm_specplugins.engine.frontend import plugin
 from vllm_specplugins.engine.vllm_api import compat
+from vllm_specplugins.parsing import parse_config
 
+FLAGS = ("spec_method", "spec_model", "spec_tokens")
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 WHEEL_VERSION = "0.33.0"  # has no CPU build yet: its source is read, not imported
@@ -75,6 +83,80 @@ def test_changed_signature(tmp_path: Path) -> None:
         "vllm/v1/worker/gpu_model_runner.py: GPUModelRunner._update_states does not take (self, scheduler_output); "
         f"supported is vLLM {compat.SUPPORTED}"
     )
+
+
+@pytest.fixture
+def next_vllm(tmp_path: Path) -> Path:
+    """A vLLM whose speculators take more arguments, and one under another name, as upstream plans them."""
+    for file in compat.names():
+        target = tmp_path / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(installed() / file, target)
+    folder = tmp_path / "v1/worker/gpu/spec_decode"
+    for path in folder / "speculator.py", folder / "target_dependent_ar/speculator.py":
+        source = path.read_text().replace("dp_sync_state:", "dp_sync:")
+        path.write_text(
+            source.replace("num_speculative_tokens: int | None = None,", "*, num_speculative_tokens=None, new=0,")
+        )
+    return tmp_path
+
+
+def test_the_next_version_runs(next_vllm: Path) -> None:
+    """Kills: a vLLM that is refused for an argument that our speculators pass on or ignore; one that is taken though an
+    argument that they read is gone.
+    """
+    assert list(compat.probe(next_vllm)) == []
+    path = next_vllm / "v1/worker/gpu/spec_decode/speculator.py"
+    path.write_text(path.read_text().replace("num_rejected: torch.Tensor,", "rejections: torch.Tensor,"))
+    assert any(
+        "BaseSpeculator.propose does not take (self, input_batch" in problem for problem in compat.probe(next_vllm)
+    )
+
+
+def test_the_next_version_moves_a_name(
+    next_vllm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kills: an engine that ends, or pages of log, where vLLM has moved what we use."""
+    for name in ("class DraftTokensHandler", "class RejectionSampler", "class AdaptiveVerificationManager"):
+        for path in (next_vllm / "v1/worker/gpu/spec_decode").glob("*.py"):
+            path.write_text(path.read_text().replace(name, name + "Moved"))
+    monkeypatch.setattr(compat, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[next_vllm]))
+    monkeypatch.setattr(compat, "probe_installed", compat.probe_installed.__wrapped__)
+    args = SimpleNamespace(speculative_config={"method": "prompt_lookup"}, **dict.fromkeys(FLAGS))
+
+    def create(self: Any) -> str:
+        assert self.speculative_config is None
+        return "vLLM's configuration"
+
+    with caplog.at_level("ERROR", "vllm.specplugins"):
+        assert plugin._engine_config(create, args) == "vLLM's configuration"
+    [sentence] = caplog.messages
+    assert sentence.startswith("vllm-specplugins does not support this vLLM (vllm/v1/worker/gpu/spec_decode/")
+    assert sentence.endswith("serving without speculative decoding.") and sentence.count("missing") == 1
+
+
+def test_second_owner_of_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    """A drafter that would end drafts itself by default is told not to. Kills: two that choose lengths; more than one
+    sentence, or one where there is nothing to say.
+    """
+    config = parse_config({"method": "cascade", "stages": ["prompt_lookup", "mtp"]})
+    for threshold in (0.0, 0.6):
+        default = partial(SimpleNamespace, draft_confidence_threshold=threshold, prompt_lookup_max=None)
+        result = speculative_config_of(default, config.stages[1], config, {"num_speculative_tokens": 3})
+        assert result.draft_confidence_threshold == 0.0
+    assert caplog.messages == [
+        "cascade: vLLM's draft_confidence_threshold is off for mtp: the cascade looks tokens up and chooses the "
+        "lengths of drafts."
+    ]
+
+
+@pytest.mark.parametrize(
+    "drafter", [type("NgramMTPSpeculator", (), {})(), SimpleNamespace(num_valid_drafts_for_trim=None)]
+)
+def test_second_owner_of_drafts(drafter: Any) -> None:
+    """Kills: a cascade whose stage looks the same tokens up again, or trims drafts that the cascade's budget trims."""
+    with pytest.raises(ConfigError, match=f"vLLM's {type(drafter).__name__} cannot be a stage: it looks tokens up or"):
+        refuse_second_owner(drafter)
 
 
 def test_records_are_complete() -> None:

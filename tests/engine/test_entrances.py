@@ -149,12 +149,12 @@ def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert port_of(vllm_config) == port
     show = shown_on(port, vllm_config)
     for _ in range(2):
-        show({key("accepted_tokens", "0 prompt_lookup"): 3})
+        show({key("num_accepted_tokens", "0 prompt_lookup"): 3})
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     labels = 'engine="0",method="prompt_lookup",model_name="demo",stage="0 prompt_lookup"'
     assert f"vllm:specplugins_num_accepted_tokens_total{{{labels}}} 6.0" in text
-    shown_on(port, vllm_config)({key("accepted_tokens", "0 prompt_lookup"): 3})
+    shown_on(port, vllm_config)({key("num_accepted_tokens", "0 prompt_lookup"): 3})
     assert f"port {port} cannot be listened on" in caplog.text
     for bad in ("http", "-1", "70000", "9" * 5000):
         monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", bad)

@@ -94,6 +94,31 @@ def test_tokenised_once(intake: OptionsResolver, tokenizer: Any) -> None:
     assert request_options(raw) == {}, "nothing is read that came past the front end"
 
 
+def test_flat_keys(intake: OptionsResolver) -> None:
+    """Flat keys join the text, and precede it; a flag may be a number or a text. Kills: flat keys that are ignored
+    alone, that travel on, or whose bad value passes.
+    """
+
+    def options(**flat: Any) -> Any:
+        extra_args = {key.replace("__", "."): value for key, value in flat.items()}
+        found = intake.resolved(SamplingParams(extra_args={**extra_args, "other": 1}))
+        assert found.extra_args.keys() == {"specplugins", "other"} and intake.resolved(found) is found
+        return request_options(found)
+
+    assert options(specplugins__max_draft=4, specplugins__enabled=0) == {"max_draft": 4, "enabled": False}
+    assert options(specplugins='{"max_draft": 2, "learn": false}', specplugins__max_draft=4) == {
+        "max_draft": 4,
+        "learn": False,
+    }
+    assert options(specplugins={"max_draft": 2}, specplugins__learn="true") == {"max_draft": 2, "learn": True}
+    assert options(specplugins__reference=[1, 2])["reference"].tolist() == [1, 2]
+    for bad in ({"specplugins__enabled": 2}, {"specplugins__draft": 1}, {"specplugins__max_draft": "4"}):
+        with pytest.raises(VLLMValidationError, match="specplugins: "):
+            options(**bad)
+    plain = SamplingParams(extra_args={"specplugin.max_draft": 4})
+    assert intake.resolved(plain) is plain
+
+
 def test_beside_the_event_loop(intake: OptionsResolver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a text that is tokenised in the event loop's thread, and a loop that waits for it."""
     threads: list[int] = []

@@ -66,6 +66,7 @@ def test_a_step_is_recorded() -> None:
         ([0, 0], None, None, "gate", "gate"),
         ([5, 5], 5, 0, None, "trimmed"),
         ([5, 5], 5, 3, "gate", None),
+        ([0, 0], 5, 3, None, "no draft"),  # the runner counts another step's
     ],
 )
 def test_why_there_is_no_draft(lengths: Any, chosen: Any, verified: Any, before: Any, reason: Any) -> None:
@@ -77,6 +78,14 @@ def test_why_there_is_no_draft(lengths: Any, chosen: Any, verified: Any, before:
     assert totals.as_dict()["undrafted"] == ({} if reason is None else {reason: 1})
     keys = [shape["draft_tokens"] for shape in totals.as_dict()["shapes"]]
     assert ("0" in keys) == (reason is not None)
+
+
+def test_a_failure_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: an engine that ends since a step cannot be recorded; a line in the log for every step."""
+    watch = StepWatch()
+    for _ in range(2):
+        watch.add(SimpleNamespace(), outcome(1), [1])
+    assert watch.taken() == [] and len(caplog.records) == 1
 
 
 class Even:

@@ -16,6 +16,10 @@ BUILT_IN_SETTINGS = (
     "draft_lm_head_quantization",
     "draft_load_config",
     "draft_tensor_parallel_size",
+    "draft_token_map",  # perhaps from vLLM 0.34 on, as the next three
+    "draft_token_map_dynamic_rank",
+    "draft_token_map_dynamic_rows",
+    "draft_token_map_quantization",
     "dspark_draft_topk",
     "kv_cache_dtype",
     "max_model_len",
@@ -25,6 +29,9 @@ BUILT_IN_SETTINGS = (
     "revision",
     "use_local_argmax_reduction",
 )
+
+# Other keys, with which a drafter would choose the lengths of drafts or look tokens up, as the cascade does -> off.
+CASCADES = {"draft_confidence_threshold": 0.0, "prompt_lookup_max": None, "prompt_lookup_min": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,11 @@ class BuiltInConfig:
             ConfigError: unknown key, or no model.
         """
         for key in raw:
+            if key in CASCADES:
+                raise ConfigError(
+                    f"cascade: stages[{index}]: {key} must be left out: the cascade looks tokens up and chooses the "
+                    "lengths of drafts."
+                )
             if key != "model" and key not in BUILT_IN_SETTINGS:
                 raise ConfigError(
                     f"cascade: stages[{index}]: {brief(key)} is not a field; the fields are model and settings of "

@@ -29,6 +29,15 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+# Names of version 0.1.0 -> the remedy.
+GONE = {
+    "cost_table": "leave it out",
+    "max_index_bytes": "leave it out",
+    "rejection": "leave it out; draft_sample_method 'coupled' replaces 'block'",
+    "token_recycling": "use suffix_lookup",
+}
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message is one sentence for the user."""
 
@@ -137,8 +146,12 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     ("; did you mean 'max_ngram'?", '.')
     >>> did_you_mean("prompt_lookup_max", ["max_ngram", "min_ngram"])
     "; prompt_lookup_max is vLLM's; here it is max_ngram."
+    >>> did_you_mean("cost_table", ["max_ngram", "min_ngram"])
+    '; cost_table went after version 0.1.0: leave it out.'
     """
     names = list(names)
+    if (name_of := str(name)) in GONE:
+        return f"; {name_of} went after version 0.1.0: {GONE[name_of]}."
     engine, ours = ELSEWHERE.get(str(name).lstrip("-").replace("-", "_"), ("", ()))
     if match := next((our_name for our_name in ours if our_name in names), None):
         return f"; {name} is {engine}'s; here it is {match}."

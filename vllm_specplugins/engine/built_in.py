@@ -1,6 +1,7 @@
 """vLLM's configuration of a drafter of vLLM's that is a stage of a cascade."""
 
 import copy
+import logging
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,9 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 
 from vllm_specplugins.config import ConfigError, SpecConfig, StageConfig
+from vllm_specplugins.config.built_in import CASCADES
+
+logger = logging.getLogger("vllm.specplugins")
 
 T = TypeVar("T")
 
@@ -33,8 +37,24 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
         short = replace(stage, num_speculative_tokens=min(config.length, result.num_speculative_tokens))
         result.plugin_config = config.with_stages([short if each is stage else each for each in config.stages])
     result.num_speculative_tokens = config.length
+    for name, off in CASCADES.items():
+        if getattr(result, name, off) not in (off, None):
+            logger.warning(
+                "cascade: vLLM's %s is off for %s: the cascade looks tokens up and chooses the lengths of drafts.",
+                *(name, stage.method),
+            )
+            setattr(result, name, off)
     made: T = result
     return made
+
+
+def refuse_second_owner(theirs: Any) -> None:
+    """Raises ConfigError for a drafter of a later vLLM that looks tokens up or trims drafts itself."""
+    kind = type(theirs).__name__
+    if "Ngram" in kind or "Suffix" in kind or hasattr(theirs, "num_valid_drafts_for_trim"):
+        raise ConfigError(
+            f"cascade: vLLM's {kind} cannot be a stage: it looks tokens up or trims drafts itself, as the cascade does."
+        )
 
 
 def for_built_in(vllm_config: VllmConfig) -> VllmConfig:

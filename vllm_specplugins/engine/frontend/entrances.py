@@ -16,7 +16,7 @@ from vllm_specplugins.engine.frontend.options import OptionsResolver, Resolved
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.export import port_of
 from vllm_specplugins.methods import has_tenants
-from vllm_specplugins.request_options import REFERENCE, TENANT, Options, read_options
+from vllm_specplugins.request_options import REFERENCE, TENANT, Options, flat_options, read_options
 from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 logger = logging.getLogger("vllm.specplugins")
@@ -45,14 +45,14 @@ class EngineOptions(OptionsResolver):
             logger.exception("Options that bypassed vLLM's Python front end are left out.")
         return {}
 
-    def _read(self, raw: Any) -> Options:
-        options = dict(read_options(raw, self._limits.max_model_len))
+    def _read(self, raw: Any, flat: Options) -> Options:
+        options = {**(read_options(raw, self._limits.max_model_len) if raw else {}), **flat}
         if isinstance(options.get(REFERENCE), str):
             del options[REFERENCE]
             self._log_once(
                 REFERENCE, "A reference that bypassed vLLM's Python front end is left out: it must be token ids there."
             )
-        return super()._read(options)
+        return super()._read(options, {})
 
     def _log_once(self, kind: str, sentence: str) -> None:
         if kind not in self._logged:
@@ -78,7 +78,8 @@ def _with_checked_options(original: Any, self: Any, core_request: Any) -> Any:
         return original(self, core_request)
     extra, salt = params.extra_args or {}, core_request.cache_salt
     options = extra.get("specplugins") or {}
-    if options and not (isinstance(options, Mapping) and isinstance(options.get(TENANT), bytes)):
+    is_checked = isinstance(options, Mapping) and isinstance(options.get(TENANT), bytes)
+    if (options or flat_options(extra)) and not is_checked:
         if not hasattr(self, "specplugins"):
             self.specplugins = EngineOptions(self.vllm_config)
         options = self.specplugins.options_of(params)

@@ -22,11 +22,13 @@ from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.request_options import (
+    FLAT,
     REFERENCE,
     TENANT,
     Limits,
     Options,
     draft_limit,
+    flat_options,
     read_options,
     received,
     resolved,
@@ -85,7 +87,7 @@ class OptionsResolver:
         if not _is_raw(params):
             return params
         try:
-            options = self._read(params.extra_args["specplugins"])
+            options = self._read(params.extra_args.get("specplugins"), flat_options(params.extra_args))
             text, token_ids = options.get(REFERENCE), None
             if isinstance(text, str):
                 if self._executor is None:
@@ -101,15 +103,17 @@ class OptionsResolver:
         except ConfigError as error:
             raise VLLMValidationError(str(error)) from None
         params = copy.copy(params)  # the caller may use the original for other requests
-        params.extra_args = {**params.extra_args, "specplugins": Resolved(checked)}
+        others = {key: value for key, value in params.extra_args.items() if not f"{key}".startswith(FLAT)}
+        params.extra_args = {**others, "specplugins": Resolved(checked)}
         return params
 
-    def _read(self, raw: Any) -> Options:
+    def _read(self, raw: Any, flat: Options) -> Options:
         predicted: Options = {}
         if isinstance(raw, Predicted):
             predicted = {REFERENCE: text_of(raw.prediction, self._limits)} if self._wants_reference else {}
             raw = raw.options or {}
-        options = understood({**predicted, **read_options(raw, self._limits.max_model_len)}, self._limits)
+        given = {} if raw in (None, False) else read_options(raw, self._limits.max_model_len)
+        options = understood({**predicted, **given, **flat}, self._limits)
         if not self._wants_reference:
             options.pop(REFERENCE, None)
         return options
@@ -131,8 +135,10 @@ class OptionsResolver:
 
 
 def _is_raw(params: Any) -> bool:
-    options = isinstance(params, SamplingParams) and (params.extra_args or {}).get("specplugins")
-    return options not in (None, False) and not isinstance(options, Resolved)
+    extra_args = isinstance(params, SamplingParams) and params.extra_args
+    if not extra_args or isinstance(options := extra_args.get("specplugins"), Resolved):
+        return False
+    return options not in (None, False) or bool(flat_options(extra_args))
 
 
 def check_requests() -> None:

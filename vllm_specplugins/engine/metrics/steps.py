@@ -5,6 +5,7 @@ the scheduler, and the next step carries it to the worker's `StepTotals`. The ti
 arrives and begins with the one before; it contains the drafting for the next step.
 """
 
+import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,13 @@ from typing import Any, NamedTuple
 
 from vllm_specplugins.engine.metrics.names import SHAPE, key
 
+logger = logging.getLogger("vllm.specplugins")
+
 RECORDS = "specplugins_steps"  # attribute of SchedulerOutput: StepRecords that the worker has not seen
 DRAFTING = "specplugins_drafting"  # attribute of ModelRunnerOutput: seconds on the host; why the next step has no draft
 MORE, WHOLE = "more", "none"  # labels: above the last bound; no token of the draft was rejected
 BOUNDS = ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), (0, 1, 2, 4, 8, 16, 32, 64))  # of SHAPE's labels
+_LABELS = tuple((*map(str, bounds), MORE) for bounds in BOUNDS)
 Shape = tuple[str, ...]
 
 
@@ -28,8 +32,7 @@ def shape_of(*sizes: float) -> Shape:
     >>> shape_of(3, 700.5, 31), shape_of(300, 0, 0)
     (('4', '2048', '32'), ('more', '512', '0'))
     """
-    places = (bisect_left(bounds, size) for bounds, size in zip(BOUNDS, sizes, strict=True))
-    return tuple((*map(str, bounds), MORE)[place] for bounds, place in zip(BOUNDS, places, strict=True))
+    return tuple(labels[bisect_left(bounds, size)] for bounds, labels, size in zip(BOUNDS, _LABELS, sizes, strict=True))
 
 
 class StepRecord(NamedTuple):
@@ -49,7 +52,7 @@ class StepWatch:
     """Records steps where their outcomes arrive."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter):
-        self._clock, self._at, self._reason = clock, nan, None
+        self._clock, self._at, self._reason, self._has_failed = clock, nan, None, False
         self._records: list[StepRecord] = []
 
     def pause(self) -> None:
@@ -70,16 +73,27 @@ class StepWatch:
         verified: int | None = None,
     ) -> None:
         """Adds a step, with the sampled tokens of each row, the draft length that the scheduler chose for it, and its
-        verified draft tokens if drafts were trimmed; leaves out a step that reads prompts."""
+        verified draft tokens if drafts were trimmed; leaves out a step that reads prompts. A failure ends the records,
+        and reaches no request."""
+        try:
+            if not self._has_failed:
+                self._add(scheduled, output, num_sampled, chosen, verified)
+        except Exception:
+            self._has_failed = True
+            logger.exception("Steps are not recorded any more; requests go on.")
+
+    def _add(
+        self, scheduled: Any, output: Any, num_sampled: list[int], chosen: int | None, verified: int | None
+    ) -> None:
         before, self._at = self._at, self._clock()
         draft_seconds, next_reason = getattr(output, DRAFTING, (0.0, None))
         reason, self._reason = self._reason, next_reason
         drafts, num_reqs = scheduled.scheduled_spec_decode_tokens, len(scheduled.num_scheduled_tokens)
-        lengths = {request_id: len(draft) for request_id, draft in drafts.items()}
-        planned = sum(lengths.values())
+        lengths = list(map(len, drafts.values()))
+        planned = sum(lengths)
         if not num_reqs or scheduled.scheduled_new_reqs or scheduled.total_num_scheduled_tokens != num_reqs + planned:
             return
-        verified = planned if verified is None else verified
+        verified = planned if verified is None else min(verified, planned)
         if verified:
             reason = None
         elif planned:
@@ -88,24 +102,26 @@ class StepWatch:
             reason = "scheduler" if chosen == 0 else reason or "no draft"
         cached_request_data, cuda_graph_stat = scheduled.scheduled_cached_reqs, output.cudagraph_stats
         context = sum(cached_request_data.num_computed_tokens) / num_reqs
+        rows = map(output.req_id_to_index.__getitem__, drafts)
+        first_rejections = _first_rejections(lengths, rows, num_sampled) if verified else {}
         self._records.append(
             StepRecord(
-                shape_of(num_reqs, context, max(lengths.values()) if verified else 0),
+                shape_of(num_reqs, context, max(lengths) if verified else 0),
                 cuda_graph_stat.runtime_mode.rpartition(".")[2].lower() if cuda_graph_stat else "unknown",
                 self._at - before,
                 draft_seconds,
                 sum(num_sampled),
-                _first_rejections(lengths, output.req_id_to_index, num_sampled) if verified else {},
+                first_rejections,
                 reason,
             )
         )
 
 
-def _first_rejections(lengths: dict[str, int], rows: dict[str, int], num_sampled: list[int]) -> dict[str, int]:
+def _first_rejections(lengths: list[int], rows: Iterable[int], num_sampled: list[int]) -> dict[str, int]:
     counts = Counter[str]()
-    for request_id, length in lengths.items():
-        accepted = max(0, num_sampled[rows[request_id]] - 1)
-        counts[WHOLE if accepted >= length else str(1 << accepted.bit_length() >> 1)] += 1
+    for (length, sampled), num in Counter(zip(lengths, map(num_sampled.__getitem__, rows), strict=True)).items():
+        accepted = max(0, sampled - 1)
+        counts[WHOLE if accepted >= length else str(1 << accepted.bit_length() >> 1)] += num
     return dict(counts)
 
 

@@ -64,9 +64,23 @@ def probe(package: Path) -> Iterator[str]:
             node = find(module, name)
             if node is None:
                 yield f"vllm/{file}: {name} is missing; supported is vLLM {SUPPORTED}"
-            elif parameters is not None and parameters_of(node) != parameters:
+            elif parameters is not None and not fit(parameters_of(node) or "", parameters):
                 listed = parameters.replace(" ", ", ")
                 yield f"vllm/{file}: {name} does not take ({listed}); supported is vLLM {SUPPORTED}"
+
+
+def fit(parameters: str, listed: str) -> bool:
+    """Whether a function takes the listed parameters. After "..." others may stand among them.
+
+    >>> fit("self a b new c", "self a ... c"), fit("self b c", "self a ... c"), fit("self a new", "self a")
+    (True, False, False)
+    """
+    first, dots, named = listed.partition(" ... ")
+    return (
+        parameters == listed
+        if not dots
+        else {*named.split()} <= {*parameters.removeprefix(first).split()} and (parameters.startswith(first))
+    )
 
 
 def find(module: ast.Module, name: str) -> ast.AST | None:

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 
 from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch
 from vllm_specplugins.draft import Offer
-from vllm_specplugins.engine.built_in import for_built_in, without_built_in
+from vllm_specplugins.engine.built_in import for_built_in, refuse_second_owner, without_built_in
 from vllm_specplugins.engine.hooks import both, replaced
 from vllm_specplugins.structures.drafts import DraftArrays, better, of_stage
 
@@ -122,6 +122,7 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
     is_silent = speculative_config.use_local_argmax_reduction or speculative_config.method == "draft_model"
     speculative_config.enable_adaptive_verification = speculative_config.method == "dspark" or not is_silent
     theirs = build(alone, *arguments)
+    refuse_second_owner(theirs)
     speculative_config.enable_adaptive_verification = False
     theirs.draft_token_confidence_probs.fill_(torch.nan)  # some report none
     theirs.observe_verification = lambda idx_mapping, num_sampled, num_rejected: None

@@ -1,0 +1,55 @@
+"""vLLM's names of fields that are accepted for ours where they mean the same."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplugins.config.fields import ConfigError, brief
+
+logger = logging.getLogger("vllm.specplugins")
+
+# By method: vLLM's name -> ours.
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "prompt_lookup": {"prompt_lookup_max": "max_ngram", "prompt_lookup_min": "min_ngram"},
+    "suffix_lookup": {
+        "suffix_decoding_max_tree_depth": "num_speculative_tokens",
+        "suffix_decoding_min_token_prob": "min_confidence",
+    },
+    "custom": {"model": "proposer"},
+}
+VERIFICATION = "rejection_sample_method"
+
+
+def with_our_names(method: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a method's fields with our names; one line of the log says what vLLM's became.
+
+    Raises:
+        ConfigError: a field is given twice, or vLLM's field has a value without an equivalent.
+    """
+    aliases, values, changes = ALIASES.get(method, {}), dict[str, Any](), list[str]()
+    for name, value in raw.items():
+        ours = aliases.get(name, name)
+        if name == VERIFICATION:
+            _check_verification(method, value)
+            changes.append(f'{name} "standard" as verification "fused"')
+        elif ours in values or (ours != name and ours in raw):
+            raise ConfigError(f"{method}: {ours} is given twice, also as vLLM's {name}.")
+        else:
+            values[ours] = _class_path(value) if ours == "proposer" else value
+            changes += [f"{name} as {ours}"] * (ours != name)
+    if changes:
+        logger.info("%s: read vLLM's %s.", method, ", ".join(changes))
+    return values
+
+
+def _check_verification(method: str, value: object) -> None:
+    if value != "standard":
+        raise ConfigError(
+            f"{method}: {VERIFICATION} must be 'standard', not {brief(value)}: block verification gains nothing for "
+            "drafts of lookups, and draft_sample_method 'coupled' replaces it for drafts of models."
+        )
+
+
+def _class_path(value: Any) -> Any:
+    """ "package.module:Class" from vLLM's "package.module.Class"."""
+    return ":".join(value.rsplit(".", 1)) if isinstance(value, str) and ":" not in value else value
