@@ -151,10 +151,9 @@ def test_names_of_vllm(theirs: dict[str, Any], ours: Any, stage: bool, caplog: p
     """
 
     def parsed(fields: dict[str, Any]) -> Any:
-        config = (
-            {"method": "cascade", "stages": [{"method": "early_exit", "exit_layer": 1}, fields]} if stage else fields
-        )
-        return parse_config(config)
+        stages = [{"method": "early_exit", "exit_layer": 1}, fields]
+        cascade = {"method": "cascade", "num_speculative_tokens": 31, "stages": stages}
+        return parse_config(cascade if stage else fields)
 
     with caplog.at_level("INFO", "vllm.specplugins"):
         expected = parsed({"method": theirs["method"], **ours})

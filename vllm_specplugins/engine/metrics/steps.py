@@ -148,13 +148,13 @@ class StepTotals:
         for record in records:
             totals = self._shapes[record.shape]
             totals.steps[record.graph] += 1
-            totals.draft_seconds += record.draft_seconds
             totals.tokens += record.num_tokens
             totals.first_rejections.update(record.first_rejections)
             if record.reason is not None:
                 self._undrafted[record.reason] += 1
             if not isnan(record.seconds):
                 totals.seconds += record.seconds
+                totals.draft_seconds += record.draft_seconds
                 self._observe(key("shape_time_seconds", *record.shape), record.seconds)
 
     def counts(self) -> Iterator[tuple[str, float]]:
