@@ -21,7 +21,7 @@ from configuration import arguments, begun  # noqa: E402
 WRITTEN = "<!-- Written by docs/reference.py. -->"
 MATRIX = re.compile(r"(<!-- Written by docs/reference\.py from .*? -->\n).*?(<!-- End of the table\. -->)", re.DOTALL)
 SIMPLE = re.compile(r"(int|float|str|bool)( \| None)?")  # types that say more than the docstring
-WORDS = {"gpu": "GPU", "cpu": "CPU", "simulated": "simulated", "refused": "refused", "untried": "-"}
+WORDS = {"gpu": "GPU", "cpu": "CPU", "simulated": "sim.", "refused": "no", "untried": "-"}
 
 
 def flag(action: argparse.Action) -> str:
