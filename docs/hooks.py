@@ -6,7 +6,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-ROOT_PAGES = ("DESIGN.md", "CHANGELOG.md", "SECURITY.md")
+ROOT_PAGES = ("DESIGN.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
