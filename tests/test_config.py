@@ -70,6 +70,16 @@ def malformed() -> list[dict[str, Any]]:
         if value is not allowed and not (field == "exit_head" and isinstance(value, str) and value)
         and not (field == "exit_layer" and value == 65)
     ]  # fmt: skip
+    listed = (
+        *(value for value in RUBBISH if value not in (None, [5], (5,))),
+        [1, 0],
+        [2, 2],
+        [-1],
+        [0, 10_000],
+        [True],
+    )
+    wrong += [{"method": "early_exit", "layers": value} for value in listed]
+    wrong += [{"method": "early_exit", "layers": [1, 3], **more} for more in ({"exit_layer": 3}, {"look_ahead": "x"})]
     stages = [LOOKUP, EXIT]
     wrong += [{"method": "cascade", "stages": value} for value in RUBBISH]
     wrong += [{"method": "cascade", "stages": [stages[0], value]} for value in [*RUBBISH, {"method": "cascade"}]]

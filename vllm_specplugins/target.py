@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+Layers = int | tuple[int, ...]  # so many of the first layers, or those with these indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class PagedForward(Protocol):
     metadata of single tokens is updated in place if the attention backend can do so.
     """
 
-    def hidden_states(self, end_layer: int, token_ids: Any, positions: Any, normed: bool = True) -> Any:
-        """Hidden states [num_reqs, hidden_size] or [num_reqs, T, hidden_size] after layers [0, end_layer).
+    def hidden_states(self, layers: Layers, token_ids: Any, positions: Any, normed: bool = True) -> Any:
+        """Hidden states [num_reqs, hidden_size] or [num_reqs, T, hidden_size] after these layers.
 
         Args:
-            end_layer: number of layers to run.
+            layers: layers to run.
             token_ids: [num_reqs] or [num_reqs, T] int, the tokens to feed.
             positions: of the same shape, int64, consecutive within a request; keys and values are written there, and
                 overwritten by verification.

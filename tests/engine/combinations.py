@@ -41,6 +41,7 @@ def methods(folder: Path) -> dict[str, dict[str, Any]]:
         "suffix_lookup": SUFFIX_LOOKUP,
         "custom": CUSTOM,
         "early_exit": {**early_exit(EXIT_LAYER), "draft_sample_method": "coupled"},
+        "layers": {"method": "early_exit", "layers": [0, *range(2, NUM_LAYERS)], "num_speculative_tokens": K},
         "look_ahead": with_embeddings(folder / "look_ahead", NUM_LAYERS, K, hidden_size=HIDDEN),
         "jump": write_head(folder / "jump", NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0, **sizes),
         "medusa": medusa(folder / "medusa", HIDDEN),
@@ -49,7 +50,14 @@ def methods(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-EXITS = ("early_exit", "look_ahead", "jump", "medusa", "cascade")  # what runs layers of the target, or its head
+EXITS = (
+    "early_exit",
+    "layers",
+    "look_ahead",
+    "jump",
+    "medusa",
+    "cascade",
+)  # what runs layers of the target, or its head
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 
 

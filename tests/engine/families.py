@@ -61,6 +61,17 @@ def checkpoint(family: str) -> Path:
     return folder
 
 
+@functools.cache
+def with_idle_layer(family: str, layer: int) -> Path:
+    """The same with a layer that adds nothing, so that the others alone are the whole model."""
+    folder, model = new_folder(family), make_model(family)
+    for name, weight in model.named_parameters():
+        if f"layers.{layer}." in name and ("o_proj" in name or "down_proj" in name):
+            weight.data.zero_()
+    model.save_pretrained(folder)
+    return folder
+
+
 @torch.no_grad()
 def make_model(family: str) -> PreTrainedModel:
     """A model with attention that picks single tokens, so that its greedy output depends on all that it may see."""

@@ -67,7 +67,9 @@ def test_one_pass(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monk
     """
     llm = engine(with_embeddings(tmp_path, NUM_LAYERS // 2, 4))
     layers, lengths = runner(llm).drafter.adapter.first_layers, []
-    monkeypatch.setitem(layers._run, Cut(0, NUM_LAYERS // 2, True), lambda token_ids, positions, tensors: None)
+    monkeypatch.setitem(
+        layers._run, Cut(tuple(range(NUM_LAYERS // 2)), True), lambda token_ids, positions, tensors: None
+    )
     of_states = FirstLayers.of_states
 
     def counted(self: Any, first: int, end: int, states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:

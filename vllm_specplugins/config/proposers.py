@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,13 +13,14 @@ from vllm_specplugins.config.fields import (
     checked,
     choice,
     integer,
+    is_integer,
     number,
     optional,
     path,
 )
 from vllm_specplugins.config.learn import LEARN
 
-MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
+MAX_NGRAM, MAX_STAGES, MAX_TREE, MAX_LAYERS = 16, 8, 31, 10_000
 NOT_WITH_TREE = ("learn", "look_ahead")  # fields that do not go with `tree`
 
 
@@ -117,12 +119,20 @@ class _Trainable:
         return getattr(self, "learn", None) is not None
 
 
+def _are_layers(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or not all(is_integer(layer, 0, MAX_LAYERS - 1) for layer in value):
+        return False
+    return bool(value) and all(before < after for before, after in pairwise(value))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExitConfig(_Trainable):
-    """`early_exit`: drafts with the target's first layers, its final norm and its head.
+    """`early_exit`: drafts with some of the target's layers, its final norm and its head.
 
     Args:
-        exit_layer: Sets how many layers draft.
+        exit_layer: Sets how many layers draft, the first ones.
+        layers: Lists the layers that draft instead, from 0. `calibrate --keep` chooses them for a model that was not
+            trained to exit.
         draft_sample_method: "coupled" samples with verification's random numbers, so seeded outputs do not depend on
             drafts; "greedy" drafts the likeliest token; "probabilistic" samples, with slightly higher acceptance.
         exit_head: Names the folder of a head from `train-exit-head`, instead of the target's norm and head.
@@ -131,12 +141,31 @@ class EarlyExitConfig(_Trainable):
         tree: Verifies this many tokens (then also K) as a tree. For 1 to 4 requests, Model Runner V2.
     """
 
-    exit_layer: int = integer(1, 1, 10_000)
+    exit_layer: int = integer(1, 1, MAX_LAYERS)
+    layers: tuple[int, ...] | None = optional(checked("a list of rising layer numbers", _are_layers))
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     exit_head: str | None = optional(path())
     learn: Any = field(default=None, metadata=LEARN)
     look_ahead: str | None = optional(path())
     tree: int | None = optional(integer(1, 1, MAX_TREE))
+
+    def __post_init__(self) -> None:
+        check_fields(self, "early_exit")
+        if self.layers is None:
+            return
+        num_layers = len(self.layers)
+        if self.exit_layer not in (1, num_layers):
+            raise ConfigError(f"early_exit: exit_layer must be left out with layers, not {self.exit_layer}.")
+        if self.look_ahead is not None:
+            raise ConfigError("early_exit: look_ahead must be left out with layers, which was never tried with it.")
+        are_first = self.layers[-1] == num_layers - 1
+        object.__setattr__(self, "exit_layer", num_layers)
+        object.__setattr__(self, "layers", None if are_first else tuple(self.layers))
+
+    @property
+    def drafting_layers(self) -> int | tuple[int, ...]:
+        """How many of the first layers draft, or which layers do."""
+        return self.layers or self.exit_layer
 
     @property
     def one_pass(self) -> bool:

@@ -1,8 +1,8 @@
-"""Early exit: the target's first layers and a head draft, on the target's paged KV cache.
+"""Early exit: some of the target's layers and a head draft, on the target's paged KV cache.
 
-Self-speculative decoding (Zhang et al. 2023, "Draft & Verify"; Elhoushi et al. 2024, "LayerSkip"). Verification by all
-layers overwrites the keys and values of drafts. The head is the target's final norm and head, or a trained one. R:
-requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
+Self-speculative decoding: Zhang et al. 2023, "Draft & Verify", skip layers; Elhoushi et al. 2024, "LayerSkip", run the
+first ones. Verification by all layers overwrites the keys and values of drafts. The head is the target's final norm and
+head, or a trained one. R: requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class EarlyExit(ModelProposer):
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         super().__init__(config, context)
-        self.exit_layer, dtype = config.exit_layer, context.dtype or torch.float32
+        self.layers, dtype = config.drafting_layers, context.dtype or torch.float32
         if config.look_ahead is not None:
             self._ahead = LookAhead.load(config.look_ahead, context.device, dtype)
         self.continues_drafts = self._ahead is None
@@ -42,7 +42,7 @@ class EarlyExit(ModelProposer):
     def one_pass(self, target: Target, num_steps: int) -> Sequence[torch.Tensor] | None:
         if self._ahead is None:
             return None
-        states = self._ahead.states(target, self.exit_layer, num_steps, self.max_position, self.head is None)
+        states = self._ahead.states(target, self.config.exit_layer, num_steps, self.max_position, self.head is None)
         return tuple(self.logits(target, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(1))
 
     def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Steps:
@@ -71,9 +71,7 @@ class EarlyExit(ModelProposer):
         return states
 
     def _states(self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        states: torch.Tensor = target.forward.hidden_states(
-            self.exit_layer, token_ids, positions, normed=self.head is None
-        )
+        states: torch.Tensor = target.forward.hidden_states(self.layers, token_ids, positions, normed=self.head is None)
         return states
 
     def next_tokens(
@@ -100,7 +98,12 @@ class EarlyExit(ModelProposer):
 
 
 def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
-    """Raises ConfigError unless the target has that layer, and the parts are made for it."""
+    """Raises ConfigError unless the target has the layers, and the parts are made for them."""
+    if config.layers is not None and config.layers[-1] >= sizes.num_layers:
+        raise ConfigError(
+            f"early_exit: layers must be from 0 to {sizes.num_layers - 1}, the last layer of this model, "
+            f"not {config.layers[-1]}."
+        )
     if config.exit_layer > sizes.num_layers:
         raise ConfigError(
             f"early_exit: exit_layer must be an integer from 1 to {sizes.num_layers}, the layers of this model, "
@@ -108,6 +111,6 @@ def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
         )
     made_for = {"exit_layer": config.exit_layer, "hidden_size": sizes.hidden_size}
     if config.exit_head is not None:
-        ExitHead.check(config.exit_head, **made_for, vocab_size=sizes.vocab_size)
+        ExitHead.check(config.exit_head, **made_for, layers=config.layers, vocab_size=sizes.vocab_size)
     if config.look_ahead is not None:
         check_look_ahead(config.look_ahead, **made_for, num_draft=sizes.num_draft)

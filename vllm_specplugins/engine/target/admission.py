@@ -4,7 +4,7 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.custom import import_object
-from vllm_specplugins.engine.target.model_source import kinds_of_state, may_be_cut, uncuttable
+from vllm_specplugins.engine.target.model_source import kinds_of_state, may_be_cut, may_skip, uncuttable, unskippable
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.proposers.learning.admission import check_learning
 from vllm_specplugins.target import TargetSizes
@@ -28,6 +28,19 @@ def check_states(vllm_config: VllmConfig, method: str) -> None:
 
 def _module_of(model: ModelConfig) -> str:
     return str(getattr(model.registry.models.get(model.architecture), "module_name", ""))
+
+
+def _check_skipping(vllm_config: VllmConfig, method: str) -> None:
+    """Raises ConfigError for a target whose layers need those before them."""
+    model, counts_experts = vllm_config.model_config, vllm_config.compilation_config.fast_moe_cold_start
+    if counts_experts and model.is_moe:
+        raise ConfigError(
+            f"{method}: fast_moe_cold_start must be false with layers, not true: it counts on every layer with experts."
+        )
+    config = model.hf_text_config  # of DeepSeek's sparse attention, where a layer takes another one's choice of keys
+    shares_keys = getattr(config, "index_topk_freq", 1) != 1 or getattr(config, "index_topk_pattern", None)
+    if shares_keys or not may_skip(_module_of(model)):
+        raise unskippable(method, model.architecture)
 
 
 def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
@@ -58,6 +71,8 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
     if any(row.cuts_layers for row, _ in rows) and not may_be_cut(_module_of(model)):
         raise uncuttable(method, model.architecture)
+    if any(getattr(method_config, "layers", None) for _, method_config in rows):
+        _check_skipping(vllm_config, method)
     sizes = model.get_total_num_hidden_layers(), model.get_hidden_size(), model.get_vocab_size()
     for (row, method_config), part in zip(rows, config.parts, strict=True):
         if row.check is not None:

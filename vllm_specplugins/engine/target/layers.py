@@ -17,6 +17,7 @@ from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
 from vllm_specplugins.methods import drafters, enters_states
 from vllm_specplugins.proposers.heads.jump_head import JumpHead
+from vllm_specplugins.target import Layers
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -24,27 +25,47 @@ _CLAIMS = ("supports_draft_decode_metadata_update", "update_draft_decode_metadat
 
 
 class Cut(NamedTuple):
-    """Layers [first_layer, end_layer) and, if `normed`, the final norm; they read tokens or states."""
+    """The layers with these indices and, if `normed`, the final norm; they read tokens or states."""
 
-    first_layer: int
-    end_layer: int
+    layers: tuple[int, ...]
     normed: bool
     takes_states: bool = False
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first layer and the end, if no layer between them is left out."""
+        first, end = (self.layers[0], self.layers[-1] + 1) if self.layers else (0, 0)
+        return (first, end) if end - first == len(self.layers) else None
+
+    @property
+    def tag(self) -> str:
+        """A name that no other cut has.
+
+        >>> Cut((0, 1), True).tag, Cut((0, 2), False, takes_states=True).tag
+        ('layers_0_2', 'layers_0x5_unnormed_states')
+        """
+        layers = "{}_{}".format(*self.span) if self.span else f"{sum(1 << layer for layer in self.layers):#x}"
+        words = (*("unnormed",) * (not self.normed), *("states",) * self.takes_states)
+        return "_".join(("layers", layers, *words))
+
+
+def _indices(layers: Layers) -> tuple[int, ...]:
+    return tuple(range(layers)) if isinstance(layers, int) else layers
 
 
 def _cuts(config: SpecConfig) -> set[Cut]:
     exits = {
-        Cut(0, part.exit_layer, part.exit_head is None, part.one_pass)
+        Cut(_indices(part.drafting_layers), part.exit_head is None, part.one_pass)
         for part in stage_configs(config, EarlyExitConfig)
     }
     jumps = [JumpHead.read_config(part.head) for part in stage_configs(config, JumpConfig)]
-    early = {Cut(0, jump.early_layers, False) for jump in jumps}
-    late = {Cut(jump.late_layer, jump.num_layers, True, True) for jump in jumps}
-    return {cut for cut in exits | early | late if cut.first_layer < cut.end_layer}
+    early = {Cut(_indices(jump.early_layers), False) for jump in jumps}
+    late = {Cut(tuple(range(jump.late_layer, jump.num_layers)), True, True) for jump in jumps}
+    return {cut for cut in exits | early | late if cut.layers}
 
 
 class FirstLayers:
-    """Runs the forward of a decoder body with another `start_layer` or `end_layer`: vLLM's bodies loop over
+    """Runs the forward of a decoder body with other `layers`, `start_layer` or `end_layer`: vLLM's bodies loop over
     `layers[start_layer:end_layer]`. A shallow copy shares all weights, and the attention layers with their KV pages;
     embedding scale, norms and residuals stay the model's."""
 
@@ -64,10 +85,10 @@ class FirstLayers:
                 raise refusal
 
     def __call__(
-        self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
+        self, layers: Layers, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after layers [0, end_layer) and, if `normed`, the final norm."""
-        return self._cut(Cut(0, end_layer, normed))(token_ids, positions, None)
+        """Hidden states [num_tokens, hidden_size] after these layers and, if `normed`, the final norm."""
+        return self._cut(Cut(_indices(layers), normed))(token_ids, positions, None)
 
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
         """States [num_tokens, hidden_size] before the first layer, of token ids [num_tokens]."""
@@ -82,7 +103,7 @@ class FirstLayers:
         if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
             alone: torch.Tensor = self._body.norm(states) if normed else states
             return alone
-        cut = Cut(first_layer, end_layer, normed, takes_states=True)
+        cut = Cut(tuple(range(first_layer, end_layer)), normed, takes_states=True)
         return self._cut(cut)(None, positions, None, inputs_embeds=states)
 
     def _cut(self, cut: Cut) -> Callable[..., torch.Tensor]:
@@ -97,7 +118,7 @@ class FirstLayers:
         states = torch.ones_like(self._body.norm.weight)[None]
         first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
-            given = self._cut(Cut(0, 0, False, True))(None, first, None, inputs_embeds=states.clone())
+            given = self._cut(Cut((), False, True))(None, first, None, inputs_embeds=states.clone())
         except (AttributeError, TypeError):
             return False
         return hasattr(self._body, "embed_input_ids") and torch.equal(given, states)
@@ -105,16 +126,17 @@ class FirstLayers:
     def compile(self, config: SpecConfig) -> None:
         """Compiles a method's layers before the first request, if vLLM compiles the target."""
         for cut in sorted(_cuts(config)) if compiles(self._body) else ():
-            words = (*("unnormed",) * (not cut.normed), *("states",) * cut.takes_states)
-            tag = "_".join((f"layers_{cut.first_layer}_{cut.end_layer}", *words))
-            self._run[cut] = compile_cut(self._cut_body(cut), tag, cut.takes_states)
+            self._run[cut] = compile_cut(self._cut_body(cut), cut.tag, cut.takes_states)
 
     def _cut_body(self, cut: Cut) -> nn.Module:
-        body = copy.copy(self._body)
-        body.start_layer, body.end_layer = cut.first_layer, cut.end_layer
+        body, parts = copy.copy(self._body), dict[str, nn.Module]()
+        body.start_layer, body.end_layer = cut.span or (0, len(cut.layers))
         body.aux_hidden_state_layers = ()
+        if cut.span is None:
+            parts["layers"] = nn.ModuleList([self._body.layers[layer] for layer in cut.layers])
         if not cut.normed:
-            body._modules = {**body._modules, "norm": _Sum()}
+            parts["norm"] = _Sum()
+        body._modules = {**body._modules, **parts}
         return body
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -179,9 +201,9 @@ class PagedLayers:
         return self._layers.embeddings(token_ids)
 
     def hidden_states(
-        self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
+        self, layers: Layers, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        run = partial(self._layers, end_layer, normed=normed)
+        run = partial(self._layers, layers, normed=normed)
         return self._at(run, token_ids, positions).view(*token_ids.shape, -1)
 
     def hidden_states_of(

@@ -10,11 +10,21 @@ from vllm_specplugins.config import ConfigError
 
 # Attributes of a decoder's body that can be cut.
 PARTS = ("layers", "start_layer", "end_layer", "norm")
+# Names in the call of a layer where it gets the states alone, and settings that all layers get.
+_PLAIN_INPUTS = {
+    *("layer", "positions", "position_ids", "hidden_states", "x", "residual"),
+    *("kwargs", "extra_layer_kwargs", "llama_4_scaling"),
+}
 
 
 def uncuttable(method: str, model: str) -> ConfigError:
     wanted = "a decoder whose body runs `layers` from `start_layer` to `end_layer` and `norm` behind them"
     return ConfigError(f"{method}: model must be {wanted}, as vLLM's Llama does, not {model}.")
+
+
+def unskippable(method: str, model: str) -> ConfigError:
+    wanted = "one where a layer gets no more than states from earlier layers"
+    return ConfigError(f"{method}: layers must be left out for this model, or the model must be {wanted}, not {model}.")
 
 
 def takes_no_states(method: str, model: str) -> ConfigError:
@@ -30,6 +40,20 @@ def may_be_cut(module: str) -> bool:
     """
     sources = list(_sources(module, set()))
     return not sources or any(_is_body(node) for source in sources for node in source.body)
+
+
+def may_skip(module: str) -> bool:
+    """False if a layer of a body in these modules gets more from earlier layers than states, or reads their keys.
+
+    >>> may_skip("vllm.model_executor.models.gemma3"), may_skip("vllm.model_executor.models.gemma4")
+    (True, False)
+    """
+    sources = list(_sources(module, set()))
+    nodes = [node for source in sources for body in filter(_is_body, source.body) for node in ast.walk(body)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "layer"]
+    given = {part.id for call in calls for part in ast.walk(call) if isinstance(part, ast.Name)}
+    keywords = {node.arg for source in sources for node in ast.walk(source) if isinstance(node, ast.keyword)}
+    return not sources or (bool(calls) and given <= _PLAIN_INPUTS and "kv_sharing_target_layer_name" not in keywords)
 
 
 def kinds_of_state(module: str) -> set[str]:

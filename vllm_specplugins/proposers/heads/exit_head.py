@@ -1,4 +1,4 @@
-"""A trained exit head turns hidden states of an early layer into logits, in place of the model's norm and head. The
+"""A trained exit head turns hidden states of some layers into logits, in place of the model's norm and head. The
 command `train-exit-head` makes its folder. N: tokens, H: hidden size, V: vocabulary."""
 
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadConfig:
-    """The model and layer that a head was trained for: `exit_layer` layers run before it."""
+    """The model and layers that a head was trained for: `exit_layer` layers run before it, the first ones or those with
+    the indices `layers`."""
 
     exit_layer: Count
     hidden_size: Count
     vocab_size: Count
     rms_norm_eps: Epsilon
+    layers: tuple[Count, ...] | None = None
 
 
 class ExitHead(TrainedPart):
@@ -35,6 +37,6 @@ class ExitHead(TrainedPart):
         self.head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] of hidden states [N, H] after layer `exit_layer`, before any norm."""
+        """Logits [N, V] of hidden states [N, H] after these layers, before any norm."""
         logits: torch.Tensor = self.head(self.norm(hidden_states))
         return logits

@@ -61,7 +61,7 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         return self.load(folder)
 
     @classmethod
-    def check(cls, folder: str | Path, **wanted: int) -> Any:
+    def check(cls, folder: str | Path, **wanted: Any) -> Any:
         """The configuration in a folder; ConfigError unless it has these values and all weights are there."""
         config = cls.read_config(folder)
         for name, value in wanted.items():

@@ -1,0 +1,162 @@
+"""An exit that leaves out layers in the middle, on both runners: models in which one layer adds nothing show whether
+the others, and they alone, draft."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import STRESS, cascade, generate
+from conftest import INTERPRETED, RUNNER, counted, spec_metrics
+from families import NUM_LAYERS, VOCAB_SIZE, checkpoint, with_idle_layer
+from safetensors.torch import load_file
+from test_early_exit import engine_config
+from tree_attention import attend_by_reference
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.target.model_source import may_skip
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
+
+IDLE = 1
+OTHERS = [layer for layer in range(NUM_LAYERS) if layer != IDLE]
+NUM_TOKENS = 16 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
+COUPLED = {"temperature": 0.9, "seed": 3}
+FAMILIES = ["llama"] if INTERPRETED else ["llama", "gemma3", "qwen3_moe"]
+on_v1 = pytest.mark.skipif(RUNNER == "v2", reason="the same code, and slow through the interpreter")
+
+
+def skipping(layers: list[int], **other: Any) -> dict[str, Any]:
+    return {"method": "early_exit", "layers": layers, "num_speculative_tokens": 4, **other}
+
+
+def arguments(model: Path) -> dict[str, Any]:
+    return {"model": str(model), "skip_tokenizer_init": True, "async_scheduling": False}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of mixed lengths, most longer than a sliding window."""
+    rng = random.Random(0)
+    lengths = [3 + 17 * i % (90 if INTERPRETED else 331) for i in range(4 if INTERPRETED else 16)]
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def all_accepted(llm: Any, prompts: list[list[int]], expected: list[list[int]], **sampling: Any) -> bool:
+    """Whether outputs are the expected ones, and all drafts are accepted."""
+    outputs, drafted, accepted = counted(llm, lambda: generate(llm, prompts, [8], max_tokens=NUM_TOKENS, **sampling))
+    assert outputs == expected and drafted >= len(prompts) * (NUM_TOKENS - 1) * 4 // 5
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+    return accepted == drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_that_matter_accept_everything(engine: Any, prompts: Any, family: str) -> None:
+    """Greedy and sampled. Kills: layers that are counted from another place, or run at the KV pages, windows or experts
+    of those that stood in their place; first layers in place of the listed ones."""
+    model = arguments(with_idle_layer(family, IDLE))
+    expected = generate(engine(**model), prompts, [8], max_tokens=NUM_TOKENS)
+    llm = engine(skipping(OTHERS, draft_sample_method="coupled"), **model)
+    assert all_accepted(llm, prompts, expected)
+    sampled = generate(llm, prompts, [8], max_tokens=NUM_TOKENS, **COUPLED)
+    assert sampled != expected and all_accepted(llm, prompts, sampled, **COUPLED)
+    if family == "llama" and RUNNER == "v1":
+        llm = engine(skipping(OTHERS, draft_sample_method="probabilistic"), **model)
+        outputs = generate(llm, prompts, [8], max_tokens=NUM_TOKENS, **COUPLED)
+        assert all_accepted(llm, prompts, outputs, **COUPLED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_layers(engine: Any, prompts: Any, family: str) -> None:
+    """A layer that matters is left out, under preemption and prefix-cache hits. Fails if drafts reach an output, or if
+    all layers run."""
+    blocks = {"num_gpu_blocks_override": STRESS["num_gpu_blocks_override"] + (22 if family == "gemma3" else 0)}
+    model = {**STRESS, **blocks, **arguments(checkpoint(family))}
+    expected = generate(engine(**arguments(checkpoint(family))), prompts, [8], max_tokens=NUM_TOKENS)
+    llm = engine(skipping([0, *range(2, NUM_LAYERS)]), **model)
+    for _ in range(2):  # then from the prefix cache
+        assert generate(llm, prompts, [1, 8], max_tokens=NUM_TOKENS) == expected
+    metrics = spec_metrics(llm)
+    assert 0.02 < metrics["accepted_tokens"] / metrics["draft_tokens"] < 0.95
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+
+
+@on_v1
+@pytest.mark.slow
+def test_trained_head(engine: Any, prompts: Any, tmp_path: Path) -> None:
+    """The model's norm and head as a trained one draft the same. Kills: a head that sees normed states, or those of
+    other layers; a head for other layers that is accepted."""
+    folder = with_idle_layer("llama", IDLE)
+    weights = load_file(folder / "model.safetensors")
+    sizes = {"hidden_size": weights["lm_head.weight"].shape[1], "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-6}
+    config = ExitHeadConfig(exit_layer=len(OTHERS), layers=tuple(OTHERS), **sizes)
+    tensors = {"norm.weight": weights["model.norm.weight"], "head.weight": weights["lm_head.weight"]}
+    ExitHead(config, tensors).save(tmp_path)
+    expected = generate(engine(**arguments(folder)), prompts, [8], max_tokens=NUM_TOKENS)
+    assert all_accepted(engine(skipping(OTHERS, exit_head=str(tmp_path)), **arguments(folder)), prompts, expected)
+    wrong = skipping([0, 1, 3], exit_head=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"exit_head must be a head whose layers is \(0, 1, 3\), not \(0, 2, 3\)"):
+        engine_config(wrong, **arguments(folder))
+
+
+@on_v1
+@pytest.mark.slow
+def test_as_the_stage_between(engine: Any, prompts: Any) -> None:
+    """Two layers check a lookup, and three of four check them. Fails if stages share a cut of the model."""
+    expected = generate(engine(**arguments(checkpoint("llama"))), prompts, [8], max_tokens=NUM_TOKENS)
+    stages = ({"method": "prompt_lookup"}, *({"method": "early_exit", "layers": layers} for layers in ([0, 2], OTHERS)))
+    llm = engine(cascade("verify", stages=stages), **arguments(checkpoint("llama")))
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    [stats] = llm.collective_rpc("specplugins_stats")
+    counts = [stage["kept"] for stage in stats["stages"].values()]
+    assert stats["faults"] == {} and counts[1] > 0 and counts[2] > 0
+
+
+@pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
+def test_tree(engine: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose chain the target accepts. Fails if a tree's pass has the KV pages of other layers."""
+    model = arguments(with_idle_layer("llama", IDLE))
+    expected = generate(engine(**model), prompts, [8], max_tokens=NUM_TOKENS)
+    attend_by_reference(monkeypatch)
+    config = {key: value for key, value in skipping(OTHERS).items() if key != "num_speculative_tokens"}
+    llm = engine({**config, "tree": 7, "gate": "off"}, **model)
+    before = spec_metrics(llm)["accepted_tokens"]
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    steps = -(-(NUM_TOKENS - 1) // 4)  # a tree of 7 has a chain of 3
+    assert spec_metrics(llm)["accepted_tokens"] - before >= len(prompts) * (NUM_TOKENS - 1 - steps)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "allowed"),
+    {
+        **dict.fromkeys(["LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"], True),
+        **dict.fromkeys(["GptOssForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM"], True),
+        **dict.fromkeys(["Gemma4ForCausalLM", "HYV3ForCausalLM", "DeepseekV4ForCausalLM"], False),
+    }.items(),
+)
+def test_skippable_by_source(architecture: str, allowed: bool) -> None:
+    """Fails if a layer is left out that others read, or if a family is refused where none does."""
+    from vllm.model_executor.models import ModelRegistry
+
+    assert may_skip(ModelRegistry.models[architecture].module_name) is allowed
+
+
+def test_refused_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the engine starts, in one sentence. Fails if experts may be counted where some do not run."""
+    admission = "vllm_specplugins.engine.target.admission"
+    experts = {**arguments(checkpoint("qwen3_moe")), "compilation_config": {"fast_moe_cold_start": True}}
+    engine_config(skipping(OTHERS), **experts)  # newer PyTorch does without
+    monkeypatch.setattr("vllm.utils.torch_utils.HAS_OPAQUE_TYPE", False)
+    engine_config({"method": "early_exit", "exit_layer": 2}, **experts)
+    with pytest.raises(ConfigError, match=r"^early_exit: fast_moe_cold_start must be false with layers, not true.*\.$"):
+        engine_config(skipping(OTHERS), **experts)
+    llama = arguments(checkpoint("llama"))
+    with pytest.raises(ConfigError, match=r"^early_exit: layers must be from 0 to 3, the last layer .*, not 4\.$"):
+        engine_config(skipping([0, 4]), **llama)
+    with pytest.raises(ConfigError, match=r"^early_exit: pipeline_parallel_size must be .*, not 2\.$"):
+        engine_config(skipping(OTHERS), **llama, pipeline_parallel_size=2)
+    monkeypatch.setattr(f"{admission}.may_skip", lambda module: False)
+    with pytest.raises(ConfigError, match=r"^early_exit: layers must be left out for this model.* LlamaForCausalLM\.$"):
+        engine_config(skipping(OTHERS), **llama)
+    engine_config(skipping([0, 1]), **llama)  # the first layers
