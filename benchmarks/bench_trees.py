@@ -68,7 +68,7 @@ class Played:
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        body, length = self._base.cut(0, end_layer, normed), self._text.shape[1]
+        body, length = self._base.cut(range(end_layer), normed), self._text.shape[1]
         if end_layer not in self._caches:
             self._caches[end_layer] = cache = DynamicCache()
             body(self._text, past_key_values=cache, use_cache=True)

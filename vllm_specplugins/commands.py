@@ -73,11 +73,12 @@ def dictionary(text: str) -> dict[str, Any]:
 
 
 def _train_exit_head(add: Add) -> None:
-    """Train a norm and a head for an early layer, so that it drafts more like the whole model.
+    """Train a norm and a head for some layers, so that they draft more like the whole model.
 
     Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD
     """
-    add("--exit-layer", "how many layers run before the head", layer, required=True)
+    add("--exit-layer", "how many layers run before the head, the first ones", layer)
+    add("--layers", "which layers run before the head instead, from 0, as in 0,1,4", listed(whole(0, 9_999)))
     _training(add)
 
 
@@ -120,13 +121,16 @@ def _training(add: Add) -> None:
 
 
 def _calibrate(add: Add) -> None:
-    """Find the method, exit layer and number of draft tokens that serve a model fastest.
+    """Find the method, exit layer and number of draft tokens that serve a model fastest; or, with --layers, which
+    layers draft best.
 
     Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --json REPORT
     """
     _model(add)
     add("--data", DATA, Path, nargs="+", required=True)
-    add("--layers", "exit layers, as in 1,2,4", listed(layer), shown="all but the last")
+    add("--exit-layers", "as in 1,2,4", listed(layer), shown="all but the last")
+    words = "how many layers are to draft, as in 16,24: finds which, and serves nothing; goes on in the file of --json"
+    add("--layers", words, listed(layer))
     add("--exits", "how many of them to serve", whole(1, 64), 2)
     also, words = "prompt_lookup,suffix_lookup,cascade", "other methods to serve, as of `bench`, or none"
     add("--also", words, default=[also], shown=also, nargs="+", metavar="METHOD")

@@ -19,7 +19,7 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
     for index, text in enumerate(load_prompts("edit", 6)):
         files.append(tmp_path / f"{index}.txt")
         files[-1].write_text(text)
-    options = "--layers 1,4 --exits 1 --prompts 3 --rounds 1 --tokens 32 --prompt-tokens 600 --max-draft 4"
+    options = "--exit-layers 1,4 --exits 1 --prompts 3 --rounds 1 --tokens 32 --prompt-tokens 600 --max-draft 4"
     options += " --dtype float32 --enforce-eager --also"
     lookup_alone = {"method": "prompt_lookup", "num_speculative_tokens": 5, "gate": "off"}
     exit_alone = {"method": "early_exit", "exit_layer": 4, "num_speculative_tokens": 2, "gate": "off"}

@@ -57,10 +57,10 @@ REFUSED = {
         [*TRAIN, "--out", "MODEL"],
         "--out must be a new or empty folder, or one of an earlier run, ",
     ),
-    "layers": ([*CALIBRATE, "--layers", "1;2"], "--layers: must be an integer from 1 to 10000, not '1;2'"),
+    "layers": ([*CALIBRATE, "--exit-layers", "1;2"], "--exit-layers: must be an integer from 1 to 10000, not '1;2'"),
     "layers too high": (
-        [*CALIBRATE, "--layers", "1,3"],
-        "--layers must be integers from 1 to 2 for this model, not [1, 3]",
+        [*CALIBRATE, "--exit-layers", "1,3"],
+        "--exit-layers must be integers from 1 to 2 for this model, not [1, 3]",
     ),
     "few tokens": ([*CALIBRATE, "--tokens", "9"], "--tokens must be at least 16 with --max-draft 8, not 9"),
     "no method": (["verify-lossless", "--method", "eagle"], "--method must be of prompt_lookup, suffix_lookup,"),

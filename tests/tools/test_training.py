@@ -296,7 +296,7 @@ def test_jump_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]], early
         for step, guess in enumerate(guesses):
             early = states[early_layers][begin + step]
             late = torch.cat((late, head.states(early, last)[None]))
-            layers = base.cut(late_layer, 3)
+            layers = base.cut(range(late_layer, 3))
             last = layers(inputs_embeds=late[None], use_cache=False).last_hidden_state[0, -1]
             torch.testing.assert_close(guess.logits[begin - 1], base.logits(last[None])[0], atol=1e-3, rtol=1e-3)
 
@@ -343,7 +343,7 @@ def test_look_ahead_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]])
     assert [guess.start for guess in guesses] == [0, 1, 2]
     for newest in (0, 5, 9):
         fed = torch.cat((states[0][: newest + 1], embeddings))
-        exits = base.cut(0, 2)(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0, newest:]
+        exits = base.cut(range(2))(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0, newest:]
         found = torch.stack([guess.logits[newest] for guess in guesses])
         torch.testing.assert_close(found, base.logits(exits), atol=1e-3, rtol=1e-3)
 
@@ -365,7 +365,8 @@ def test_look_ahead_learns(base: BaseModel, rows: list[list[int]], tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "own"),
     [
-        ("train-exit-head", {"exit_layer": 1}),
+        ("train-exit-head", {"exit_layer": 1, "layers": None}),
+        ("train-exit-head", {"exit_layer": None, "layers": [0, 2]}),
         ("train-jump", {"early_layers": 0, "late_layer": None, "inner_size": 4, "num_draft": 2}),
         ("train-look-ahead", {"exit_layer": 1, "exit_head": None, "num_draft": 3}),
     ],

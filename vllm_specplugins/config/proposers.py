@@ -131,7 +131,7 @@ class EarlyExitConfig(_Trainable):
 
     Args:
         exit_layer: Sets how many layers draft, the first ones.
-        layers: Lists the layers that draft instead, from 0. `calibrate --keep` chooses them for a model that was not
+        layers: Lists the layers that draft instead, from 0. `calibrate --layers` chooses them for a model that was not
             trained to exit.
         draft_sample_method: "coupled" samples with verification's random numbers, so seeded outputs do not depend on
             drafts; "greedy" drafts the likeliest token; "probabilistic" samples, with slightly higher acceptance.

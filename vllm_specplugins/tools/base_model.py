@@ -15,6 +15,8 @@ from transformers.utils import logging
 from vllm_specplugins.config import ConfigError, brief, error_text
 from vllm_specplugins.proposers.heads.norm import effective_norm_weight
 
+Run = Callable[..., torch.Tensor]  # of states, and a step
+
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
@@ -94,14 +96,22 @@ class BaseModel:
             for row in rows.tolist()
         ]
 
-    def passes(
-        self, first: int, num_tokens: int, end: int | None = None, normed: bool = True
-    ) -> Callable[..., torch.Tensor]:
+    def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> Run:
         """A function that runs the layers [first, end), or all from there on, over a row, once for each draft token. It
         maps states [T, H] before the layers to those after them: of the text at step 0, then of the tokens that stand
         in its place in drafts. Step k sees the text up to k tokens before a token, and after that the tokens of steps 1
         to k."""
-        body, cache = self.cut(first, self.num_layers if end is None else end, normed), DynamicCache()
+        layers = range(first, self.num_layers if end is None else end)
+        return self._passes(self.cut(layers, normed), num_tokens, DynamicCache())
+
+    def passes_beside(self, layers: Sequence[int], states: torch.Tensor, normed: bool = True) -> Run:
+        """The same of any layers, by their indices. The text has the keys and values of the whole model already: steps
+        begin with 1. `states` [T, H] are those of its tokens before the first layer."""
+        cache = DynamicCache()
+        self.model.base_model(inputs_embeds=states[None], past_key_values=cache, use_cache=True)
+        return self._passes(self.cut(layers, normed), len(states), cache)
+
+    def _passes(self, body: Any, num_tokens: int, cache: DynamicCache) -> Run:
         like = next(body.parameters())
         positions = torch.arange(num_tokens, device=like.device)
         distance = positions[:, None] - positions  # [T, T] how far a key stands before a query
@@ -122,11 +132,16 @@ class BaseModel:
 
         return run
 
-    def cut(self, first: int, end: int, normed: bool = True) -> Any:
-        """The model's body with the layers [first, end) alone; weights are shared."""
+    def cut(self, layers: Sequence[int], normed: bool = True) -> Any:
+        """The model's body with the layers of these indices alone; weights are shared."""
         body = copy.copy(self.model.base_model)
-        parts = {"layers": body.layers[first:end]} | ({} if normed else {"norm": torch.nn.Identity()})
+        parts = {"layers": torch.nn.ModuleList([body.layers[layer] for layer in layers])}
+        parts |= {} if normed else {"norm": torch.nn.Identity()}
         body._modules = {**body._modules, **parts}
+        body.config = copy.copy(body.config)
+        body.config.num_hidden_layers = len(layers)
+        if kinds := getattr(body.config, "layer_types", None):  # bodies look up the kind of each layer by its place
+            body.config.layer_types = [kinds[layer] for layer in layers]
         return body
 
 

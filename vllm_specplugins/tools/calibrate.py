@@ -19,6 +19,7 @@ from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.picker import NONE, Config, pick
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files, say, show_table
+from vllm_specplugins.tools.skipping import choose_layers
 from vllm_specplugins.tools.training.kinds import exit_guesser, initial_head
 from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
 
@@ -51,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
     args.batch, args.temperature, args.ignore_eos = [1], [0.0], False
     args.trace, args.rate, args.load_format = None, [], None
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}
+    if args.layers:
+        args.rounds = 0  # no prompts but those that are asked
+        choose_layers(args, pick_prompts(args).prompts)
+        return 0
     workload, layers = pick_prompts(args), pick_layers(args)
     with progress() as bars:
         bars.add_task("comparing exits with the model", total=None)
@@ -74,9 +79,9 @@ def pick_prompts(args: argparse.Namespace) -> Workload:
 def pick_layers(args: argparse.Namespace) -> list[int]:
     """The exit layers of the user, or all but the last; ConfigError for one that the model does not have."""
     last = load_config(args.model).num_hidden_layers - 1
-    layers = sorted(set(args.layers or range(1, max(1, last) + 1)))
+    layers = sorted(set(args.exit_layers or range(1, max(1, last) + 1)))
     if not 1 <= layers[0] <= layers[-1] <= last:
-        raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {brief(layers)}.")
+        raise ConfigError(f"--exit-layers must be integers from 1 to {last} for this model, not {brief(layers)}.")
     return layers
 
 

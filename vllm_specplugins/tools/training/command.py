@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.structures.whole_file import BEGUN
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.library import is_held_out, library_files
@@ -100,6 +100,12 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
 def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
     kind = KINDS[args.command]
     values = {entry.name: getattr(args, entry.name) for entry in fields(kind) if hasattr(args, entry.name)}
+    if "layers" in values:
+        if (args.layers is None) == (args.exit_layer is None):
+            raise ConfigError("--exit-layer must be given, or --layers in its place.")
+        if args.layers is not None:
+            exit_config = EarlyExitConfig(layers=args.layers)
+            values |= {"exit_layer": exit_config.exit_layer, "layers": exit_config.layers}
     for name, default in (("late_layer", base.num_layers), ("inner_size", 4 * base.hidden_size)):
         if name in values and values[name] is None:
             values[name] = default

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
@@ -24,27 +25,39 @@ FITTED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadSettings(Settings):
-    """A norm and a head that read an early layer as the model's norm and head read its last one (ExitHeadConfig)."""
+    """A norm and a head that read some layers as the model's norm and head read all (ExitHeadConfig)."""
 
     exit_layer: int
+    layers: tuple[int, ...] | None = None  # which ones; None: the first ones
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         return {"exit_layer": (1, base.num_layers - 1)}
 
+    def check(self, base: BaseModel) -> None:
+        super(ExitHeadSettings, self).check(base)
+        if self.layers and self.layers[-1] >= base.num_layers:
+            last = base.num_layers - 1
+            raise ConfigError(f"--layers must be from 0 to {last} for this model, not {self.layers[-1]}.")
+
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> ExitHead:
-        return initial_head(base, self.exit_layer)
+        return initial_head(base, self.exit_layer, self.layers)
 
     def guesser(self, base: BaseModel, part: ExitHead) -> Guesser:
-        return exit_guesser(base, part)
+        return exit_guesser(base, part) if self.layers is None else skipping_guesser(base, self.layers, part)
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        return {"method": "early_exit", "exit_layer": self.exit_layer, "exit_head": str(folder.resolve())}
+        layers = {"layers": list(self.layers)} if self.layers else {"exit_layer": self.exit_layer}
+        return {"method": "early_exit", **layers, "exit_head": str(folder.resolve())}
 
 
-def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
+def initial_head(base: BaseModel, exit_layer: int, layers: tuple[int, ...] | None = None) -> ExitHead:
     weight = base.head_weight.to(torch.float32, copy=True)
     config = ExitHeadConfig(
-        exit_layer=exit_layer, hidden_size=base.hidden_size, vocab_size=len(weight), rms_norm_eps=base.norm_eps
+        exit_layer=exit_layer,
+        layers=layers,
+        hidden_size=base.hidden_size,
+        vocab_size=len(weight),
+        rms_norm_eps=base.norm_eps,
     )
     return ExitHead(config, {"norm.weight": base.norm_weight.clone(), "head.weight": weight})
 
@@ -126,6 +139,17 @@ class LookAheadSettings(Settings):
         head = {} if self.exit_head is None else {"exit_head": str(Path(self.exit_head).resolve())}
         ahead = {"look_ahead": str(folder.resolve()), "num_speculative_tokens": self.num_draft}
         return {"method": "early_exit", "exit_layer": self.exit_layer, **head, **ahead}
+
+
+def skipping_guesser(base: BaseModel, layers: Sequence[int], head: ExitHead | None = None) -> Guesser:
+    """Layers with these indices draft; tokens before a draft have the keys and values of all layers."""
+
+    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
+        run = base.passes_beside(layers, states[0], normed=head is None)
+        for start in range(min(num_draft, len(states[0]))):
+            yield Guess((head or base).logits(run(states[0], start + 1))[start:], start)
+
+    return guesses
 
 
 def look_ahead_guesser(base: BaseModel, part: LookAhead, head: ExitHead | None = None) -> Guesser:

@@ -1,0 +1,177 @@
+"""`calibrate --layers`: layers that a model leaves out when it drafts for itself (Zhang et al. 2023, "Draft & Verify").
+
+Greedy search: of the layers that are left, the one without which the others agree best with the model's answers goes.
+Earlier tokens have the keys and values of all layers, as verification leaves them. Each round tries the better two
+thirds of the layers that the round before tried. N: tokens of an answer, K: num_draft.
+"""
+
+import argparse
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.tools.base_model import BaseModel
+from vllm_specplugins.tools.progress import progress
+from vllm_specplugins.tools.report import publish, say, serve_with, show_table
+from vllm_specplugins.tools.training.kinds import skipping_guesser
+from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
+
+HELD_OUT = 3  # answers, of which one is not searched on
+MIN_TRIED = 6  # layers of a round
+PAYS = 1.05  # a guess of so much
+COLUMNS = ("same", "best K", "tok/step", "by layers")
+LEGEND = (
+    "same: how often these layers draft the model's token of a held-out answer. tok/step: that best K emits. by "
+    "layers: speed-up where a draft token takes its share of the layers, and nothing else any time."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """The layers that draft, scored on held-out answers."""
+
+    layers: list[int]
+    match_rate: float  # share of the tokens that they would have drafted at temperature 0
+    num_draft: int  # K that is guessed to be fastest
+    tokens_per_step: float  # with that K
+    guess: float  # speed-up over no speculation
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"method": "early_exit", "layers": self.layers, "num_speculative_tokens": self.num_draft}
+
+
+class _TextCache(DynamicCache):  # type: ignore[misc]
+    """The keys and values of a text. Once it is `whole`, it forgets those of the tokens that stand beside it."""
+
+    whole = False
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if not self.whole:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        kept, given = self.layers[layer_idx], (key_states, value_states)
+        return tuple(torch.cat(pair, dim=-2) for pair in zip((kept.keys, kept.values), given, strict=True))
+
+
+class Answer:
+    """An answer of the model, with its keys and values in all layers."""
+
+    def __init__(self, base: BaseModel, text: Text):
+        self._base, self._cache = base, _TextCache()
+        token_ids, first, num_tokens = torch.tensor(text.row, device=base.model.device), text.begin - 1, len(text.row)
+        base.model.base_model(token_ids[None], past_key_values=self._cache, use_cache=True)
+        self._cache.whole = True
+        self._fed, self._emitted = base.model.get_input_embeddings()(token_ids[first:-1]), token_ids[first + 1 :]
+        self._places = torch.arange(first, num_tokens - 1, device=self._fed.device)
+        before = torch.arange(num_tokens, device=self._fed.device) < self._places[:, None]
+        allowed = torch.cat((before, torch.eye(len(self._fed), dtype=torch.bool, device=before.device)), dim=1)
+        self._mask = torch.zeros(allowed.shape, dtype=self._fed.dtype, device=before.device)
+        self._mask.masked_fill_(~allowed, torch.finfo(self._fed.dtype).min)
+
+    def probs(self, body: Any) -> torch.Tensor:
+        """[2, N]: whether a body of some layers drafts each token of the answer, and the probability that it gives."""
+        states = body(
+            inputs_embeds=self._fed[None],
+            attention_mask=self._mask[None, None],
+            position_ids=self._places[None],
+            past_key_values=self._cache,
+        ).last_hidden_state[0]
+        logits = self._base.logits(states)
+        emitted = logits.softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
+        return torch.stack(((logits.argmax(-1) == self._emitted).float(), emitted))
+
+
+def agreement(base: BaseModel, answers: Sequence[Answer], layers: Sequence[int]) -> tuple[float, float]:
+    """The share of the answers' tokens that these layers draft, and the mean probability that they give."""
+    body = base.cut(layers)
+    same, probs = torch.cat([answer.probs(body) for answer in answers], dim=1).mean(1).tolist()
+    return same, probs
+
+
+def dropped_one(
+    base: BaseModel, answers: Sequence[Answer], dropped: list[int], tried: list[int]
+) -> tuple[dict[str, list[int]], float]:
+    """The arguments of the next call, with one of `tried` among the `dropped` layers, and the share of tokens that the
+    layers left draft."""
+    left = [layer for layer in range(base.num_layers) if layer not in dropped]
+    scores = {layer: agreement(base, answers, [each for each in left if each != layer]) for layer in tried}
+    best, *others = sorted(tried, key=lambda layer: scores[layer], reverse=True)
+    num_tried = max(MIN_TRIED, 2 * len(others) // 3)
+    return {"dropped": [*dropped, best], "tried": others[:num_tried]}, scores[best][0]
+
+
+@torch.no_grad()
+def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
+    """Searches on some answers of the model, scores subsets of the sizes `args.layers` on others, and shows them."""
+    base, fewest = BaseModel.load(args.model, "cuda" if torch.cuda.is_available() else "cpu"), min(args.layers)
+    if not 1 <= fewest <= max(args.layers) < base.num_layers:
+        raise ConfigError(f"--layers must be from 1 to {base.num_layers - 1} for this model, not {brief(args.layers)}.")
+    with progress() as bars:
+        task = bars.add_task("asking the model", total=None)
+        texts = answers_of(base, prompts, args)
+        searched = [Answer(base, text) for index, text in enumerate(texts) if (index + 1) % HELD_OUT]
+        facts = {"model": args.model, "answers": zlib.crc32(json.dumps([text.row for text in texts]).encode())}
+        state = resumed(args.json, facts) or {"dropped": [], "tried": list(range(base.num_layers))}
+        bars.update(task, description="dropping layers", total=base.num_layers - fewest)
+        while (num_dropped := len(state["dropped"])) < base.num_layers - fewest:
+            state, same = dropped_one(base, searched, **state)
+            words = f"dropping layers, those left draft {same:.0%} of the tokens"
+            bars.update(task, completed=num_dropped + 1, description=words)
+            publish(args, {**facts, **state})
+        bars.update(task, description="scoring held-out answers", total=None)
+        heldout = texts[HELD_OUT - 1 :: HELD_OUT]
+        subsets = [subset(base, heldout, state["dropped"], size, args.max_draft) for size in args.layers]
+    publish(args, {**facts, **state, "subsets": [asdict(row) for row in subsets]})
+    show(subsets)
+
+
+def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[Text]:
+    """The model's greedy continuation of each prompt."""
+    texts = [write_texts(base, [prompt], 0.0, len(prompt), len(prompt) + args.tokens)[0] for prompt in prompts]
+    whole = [text for text in texts if len(text.row) - text.begin > args.max_draft]
+    if len(whole) < HELD_OUT:
+        raise ConfigError(
+            f"--data must hold {HELD_OUT} prompts or more that the model continues by more than {args.max_draft} "
+            f"tokens, not {len(whole)}."
+        )
+    return whole
+
+
+def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, list[int]] | None:
+    """The state of an earlier search of the same answers in the file of --json; None: there is none."""
+    try:
+        found = json.loads(path.read_text()) if path else {}
+        if all(found[name] == value for name, value in facts.items()):
+            return {name: found[name] for name in ("dropped", "tried")}
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
+
+
+def subset(base: BaseModel, texts: Sequence[Text], dropped: list[int], size: int, max_draft: int) -> Subset:
+    """The layers that are left when so many drop out, with the best K."""
+    layers = sorted(set(range(base.num_layers)) - set(dropped[: base.num_layers - size]))
+    guesser = skipping_guesser(base, layers)
+    bits = [accept_probs(base, text, guesser, max_draft)["greedy"] for text in texts]
+    tokens = {k: mean_length([matches[:k] for matches in bits]) for k in range(1, max_draft + 1)}
+    gains = {k: emitted / (1 + k * size / base.num_layers) for k, emitted in tokens.items()}
+    best = max(gains, key=lambda k: gains[k])
+    return Subset(layers, torch.cat([matches[0] for matches in bits]).mean().item(), best, tokens[best], gains[best])
+
+
+def show(subsets: Sequence[Subset]) -> None:
+    rows = [
+        [f"{len(row.layers)}", f"{row.match_rate:.1%}", f"{row.num_draft}", f"{row.tokens_per_step:.2f}",
+         f"{row.guess:.2f}x"] for row in subsets
+    ]  # fmt: skip
+    show_table(COLUMNS, {"": rows}, "layers")
+    best = max(subsets, key=lambda row: row.guess)
+    verdict = "Measure it before you serve with it: bench." if best.guess > PAYS else "None is likely to pay."
+    say(f"{LEGEND}\n\n{verdict}\n{serve_with(best.config)}")
