@@ -75,6 +75,7 @@ else:  # an interpreted step takes a tenth of a second, and more with many reque
         "exit": Row(exit_of(1), WARM, 72, (0.1, 0.9), "in graphs"),
         # A graph that keeps the noise that it was recorded with would be right about all of these, but not by chance.
         "all layers": Row(exit_of(2), WARM, 72, (1.0, 1.0), "in graphs"),
+        "the last layer": Row(sampled({"method": "early_exit", "layers": [1]}), WARM, 72, SOME, "in graphs"),
         "learning jump": Row(jump_that_learns, WARM, 72, (0.05, 0.9), "in graphs"),
         "look-ahead": Row(ahead_of_all, WARM, 72, (0.5, 0.9), "in graphs"),  # each first token is the target's
         "tree": Row(exit_tree(4, 1), WARM, 400, SOME, "a tree"),
