@@ -23,10 +23,10 @@ integers, in bytes; the first of several values is the default. A wrong value is
 """
 REQUESTS = """## Options of one request
 
-In Python, `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP, flat keys or JSON text:
-`"vllm_xargs": {"specplugins.max_draft": 4, "specplugins.enabled": 0}`, or `{"specplugins": "{\\"enabled\\": false}"}`.
-A bad option answers 400 (streamed: an error event after a 200; [other front
-ends](operating.md#other-front-ends) drop it).
+In Python, pass `SamplingParams(extra_args={"specplugins": {...}})`. Over HTTP, pass flat keys,
+`"vllm_xargs": {"specplugins.max_draft": 4, "specplugins.enabled": 0}`, or JSON text,
+`"vllm_xargs": {"specplugins": "{\\"enabled\\": false}"}`. The server answers 400 to a bad option. (A streamed answer
+has an error event instead; [other front ends](operating.md#other-front-ends) ignore the options.)
 
 - `enabled`: false disables drafts.
 - `max_draft` (0 to 64): Limits the draft of a step.
@@ -34,14 +34,14 @@ ends](operating.md#other-front-ends) drop it).
 - `stages`: Selects stages of the cascade by name, `"early_exit"` or `"1 early_exit"`.
 - `reference` (text or token ids, at most the model's context): Gives lookups a text that the output may repeat. The model
   does not see it.
-- `learn`: false keeps the output out of the store and of [learning](train.md#learn-while-serving).
+- `learn`: false excludes the output from the store and from [learning](train.md#learn-while-serving).
 
-A custom proposer may define [more](write-a-proposer.md#options-of-a-request). Without the reference, the JSON text has
-at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
+A custom proposer may define [more options](write-a-proposer.md#options-of-a-request). Without the reference, the JSON
+text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts.
 
 OpenAI's `prediction` of a chat completion, `{"type": "content", "content": ...}` with a text or text parts, sets
-`reference`, unless `vllm_xargs` does. `usage` lacks its token counts; `--per-request-spec-decode-metrics summary` shows
-them.
+`reference`, unless `vllm_xargs` does. `usage` does not report its token counts, but
+`--per-request-spec-decode-metrics summary` does.
 """
 ENVIRONMENT = """## Environment variables
 
