@@ -5,7 +5,8 @@ from typing import Any
 
 
 def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference") -> str:
-    """Returns the wanted module's name, or that of the one for the logits' device; ValueError for an unknown one."""
+    """Returns the wanted module's name, or the default for the logits' device. Raises ValueError for an unknown
+    name."""
     if wanted is None:
         return "fused" if logits.is_cuda else on_cpu if logits.device.type == "cpu" else "reference"
     known = sorted({"reference", "fused", on_cpu})

@@ -44,8 +44,8 @@ def make_budgets(num_rows: int, max_num_draft: int, num_slots: int = 16) -> Iter
 
 
 def make_lookup(max_num_draft: int, num_reqs: int = 12) -> tuple[Any, ...]:
-    """Returns the arguments of `history_match`: a third of the requests ends as its text went on, a third as its
-    reference did; the last row wants nothing."""
+    """Returns the arguments of `history_match`: a third of the requests repeats its text, a third its reference; the
+    last row wants no draft."""
     rng, shortest, longest = torch.Generator().manual_seed(1), 1_100, 2_600
     texts, others = (integers(rng, 40, num_reqs, longest + 8) for _ in range(2))
     lengths, sizes = (shortest + integers(rng, longest + 1 - shortest, num_reqs) for _ in range(2))

@@ -82,7 +82,7 @@ class Counters:
         return "; ".join(words)
 
     def net(self, num_steps: int, dropped: Mapping[int, int]) -> "Counters":
-        """Returns a copy of so many steps, without accepted tokens that were dropped, by their place in a draft.
+        """Returns a copy with this number of steps, without the accepted tokens that were dropped, given by position.
 
         >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, {1: 1}).summary()
         '1.40 tokens a step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
@@ -123,8 +123,9 @@ class Counters:
         self.whole.kept = self.whole.drafted
 
     def add_forced(self, feedback: Feedback, forced: Forced, stage: StageCounters) -> None:
-        """Counts one step's verification of forced tokens after drafts, once `add` has. `forced` maps a request to the
-        tokens of its draft before the forced ones; `stage` is the one that forces tokens, or `whole` if it is alone."""
+        """Counts one step's verification of forced tokens after drafts; call it after `add`. `forced` maps a request to
+        the tokens of its draft before the forced ones; `stage` is the one that forces tokens, or `whole` if it is
+        alone."""
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:
             count(self.draft_lengths, num_draft)
@@ -155,7 +156,7 @@ class RequestRates:
                 self._counts[request_id] = (verified + num_draft, accepted + num_accepted)
 
     def take(self, request_ids: Sequence[str]) -> list[float]:
-        """Returns the rates of requests that are over and had drafts."""
+        """Returns the rates of ended requests that had drafts."""
         self._over.update(request_ids)
         counts = [self._counts.pop(request_id, None) for request_id in request_ids]
         return [count[1] / count[0] for count in counts if count is not None]

@@ -1,4 +1,4 @@
-"""Proposers of the user, and methods that other packages register.
+"""The user's proposers, and methods that other packages register.
 
 An entry point of the group `vllm_specplugins.proposers`, "name = module:Class", registers a class that follows
 `draft.Proposer`. A package is imported only when its method is asked for, so that a broken one affects no other.

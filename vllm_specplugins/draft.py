@@ -1,7 +1,7 @@
 """The interface between engine and proposers, on both model runners: the protocol and its value types.
 
 Dimensions: num_reqs, the requests of a step that may get a draft; K = num_speculative_tokens. PROTOCOL_VERSION rises
-with every change that a working proposer could notice; a class with another `protocol_version` is refused at the start.
+with every change that can break a working proposer. A class with another `protocol_version` is refused at the start.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class RequestFault(Exception):
-    """A proposer raises this to end drafting for one request. It does not count towards switching the proposer off.
+    """A proposer raises this to end drafting for one request. It does not count towards the circuit breaker.
 
     Args:
         request_id: one of the batch.
@@ -111,14 +111,14 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A proposer's draft for a batch, in the batch's order: exactly this class and NumPy's arrays, no subclasses.
+    """A proposer's draft for a batch, in the batch's order: exactly this class with NumPy arrays, no subclasses.
 
     Args:
         token_ids: [num_reqs, <= K] int32, an array, or a model proposer's tensor; ignored beyond num_draft.
         num_draft: [num_reqs] int32, 0 for no draft.
         confidence: [num_reqs] float32, finite, of each first token: a probability, or a match's length (from 1 on).
         logits: [num_reqs, <= K, vocab_size], as wide as token_ids, of a model proposer that samples: q is their softmax
-            at the request's temperature. None: q is one-hot, as always on the host, which is as exact.
+            at the request's temperature. None: q is one-hot, which is also exact, and always so on the host.
     """
 
     token_ids: Any
@@ -141,7 +141,7 @@ class Feedback:
         num_draft: [num_reqs] int32, verified draft tokens.
         num_accepted: [num_reqs] int32, accepted draft tokens.
         step_ms: the step's time without drafting, if it only decoded.
-        num_forced: verified and accepted tokens that a later stage forced after these drafts.
+        num_forced: the numbers of verified and of accepted tokens that a grammar forced after these drafts.
     """
 
     request_ids: Sequence[str]
@@ -162,7 +162,7 @@ class Proposer(Protocol):
         return
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops all state of finished, aborted or preempted requests; ignores unknown ids.
+        """Drops all state of finished, aborted or preempted requests, and ignores unknown ids.
 
         A preempted request returns under the same id with its whole history.
         """

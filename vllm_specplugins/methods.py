@@ -1,4 +1,4 @@
-"""The table of methods: the one place to add a proposer. Other packages may register more (custom.py)."""
+"""The table of methods, which is the one place to add a proposer. Other packages may register more (custom.py)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -32,9 +32,8 @@ class Chooser(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Facts about an engine, named as in vLLM; by default those of one GPU where everything is possible. `asked_async`
-    is the user's `async_scheduling`. `untrimmed_for` says why vLLM's adaptive verification cannot trim drafts, if
-    so."""
+    """Facts about an engine, named as in vLLM. The defaults are those of one GPU without restrictions. `asked_async` is
+    the user's `async_scheduling`. `untrimmed_for` says why vLLM's adaptive verification cannot trim drafts, if so."""
 
     use_v2_model_runner: bool = True
     asked_async: bool | None = None
@@ -94,7 +93,8 @@ class Plan:
 
 
 def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
-    """The plan for a method in an engine; raises ConfigError if the user asks for a schedule that it cannot have."""
+    """The plan for a method in an engine. Raises ConfigError if the method cannot have the schedule that the user asks
+    for."""
     host_reason = _host_reason(config, engine)
     on_device = engine.use_v2_model_runner and host_reason is None
     has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
@@ -113,7 +113,7 @@ def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
 
 
 def wanted_schedule(config: SpecConfig, asked_async: bool | None, pipeline_parallel_size: int) -> bool | None:
-    """The `async_scheduling` to ask vLLM for, before anything is known of the engine; None leaves it to vLLM."""
+    """The `async_scheduling` to request from vLLM, before the engine is known; None leaves the choice to vLLM."""
     waits = pipeline_parallel_size == 1 and _host_reason(config, Conditions()) is not None
     return False if asked_async is None and waits else asked_async
 

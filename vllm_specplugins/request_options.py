@@ -249,8 +249,8 @@ def token_bytes(value: Any, limits: Limits) -> bytes:
 
 
 def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
-    """Understood options as they travel to the engine: a reference is bytes. `token_ids` are those of a reference that
-    is a text; ConfigError if the model cannot have them."""
+    """Checked options in the form in which they travel to the engine: a reference is bytes. `token_ids` are those of a
+    text reference. Raises ConfigError if the model does not know them."""
     sent = {key: options[key] for key in options if key not in (REFERENCE, TENANT)}
     if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
         sent[REFERENCE] = reference

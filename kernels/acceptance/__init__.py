@@ -96,7 +96,8 @@ def predict(
     tables: tuple[Any, Any] | tuple[()] = (),
 ) -> None:
     """Writes each token's acceptance probability, and 0 after a draft's end, to `accept_probs` [R, K] float, and to the
-    rows `slots` [R] int64 of zero or two `tables` [S, K] float. `keeps`: whether `observe` will get these drafts' fate.
+    rows `slots` [R] int64 of zero or two `tables` [S, K] float. `keeps`: whether `observe` will get the outcome of
+    these drafts.
 
     >>> import torch
     >>> from vllm_specplugins.kernels.acceptance.reference import new_state

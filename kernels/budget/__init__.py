@@ -1,7 +1,7 @@
-"""Shares a step's budget of draft tokens out: the tokens that are likeliest to be accepted are verified. As in vLLM's
-adaptive verification, a token's worth is the product of its draft's acceptance probabilities up to it. It only falls
-along a draft, so a prefix of each draft is admitted. Among equals the earlier row wins, so that all ranks of a group
-admit the same. Nothing waits for the device. R: rows of the batch, S: slots of requests, K: max draft tokens."""
+"""Shares out a step's budget of draft tokens: a step verifies the tokens that are likeliest to be accepted. As in
+vLLM's adaptive verification, a token's worth is the product of its draft's acceptance probabilities up to it. It only
+falls along a draft, so a prefix of each draft is admitted. Among equals the earlier row wins, so that all ranks of a
+group admit the same. Nothing waits for the device. R: rows of the batch, S: slots of requests, K: max draft tokens."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,8 @@
 """Prompt lookup for a batch: the longest match of each request's newest tokens in its text or in its reference, and the
-tokens that follow the match there. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). Among equally
-long matches the one wins that is nearest to where copying would go on, as if the target had replaced the rejected
-tokens one by one since the last match. That distance is the only state between steps. Nothing waits, so a CUDA graph
-can record it. R: rows of the batch, S: slots of requests, L: longest text, K: max_num_draft."""
+tokens that follow the match there. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). Of equally long
+matches, the one nearest to the copy position wins, as if the target had replaced the rejected tokens one by one since
+the last match. That distance is the only state between steps. Nothing waits, so a CUDA graph can record it. R: rows of
+the batch, S: slots of requests, L: longest text, K: max_num_draft."""
 
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class References(NamedTuple):
 
 class Match(NamedTuple):
     """The drafts [R, K] int32, 0 after a draft's end; their lengths [R] int32, max_draft, or less where a reference
-    ends; and the matches' lengths [R] int32, at most LONGEST_MATCH. Both lengths are 0 without a match."""
+    ends; and the matches' lengths [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0."""
 
     token_ids: Any
     num_draft: Any
@@ -64,7 +64,7 @@ def history_match(
     implementation: str | None = None,
 ) -> Match:
     """Drafts the tokens after the longest earlier match of the last tokens, or after the nearest of equal ones. A match
-    in the reference must be longer than one in the text; of two equally near ones the earlier wins. A copy from the
+    in the reference must be longer than one in the text. Of two equally near matches the earlier wins. A copy from the
     text repeats itself where fewer than max_draft tokens follow the match, as in LZ77.
 
     Args:

@@ -63,11 +63,12 @@ def rejection_sample(
     draft_logits: Any = None,
     implementation: str | None = None,
 ) -> tuple[Any, Any]:
-    """Returns each request's accepted drafts and one token more: recovered after a rejection, else the bonus token.
+    """Returns each request's accepted drafts and one more token: a recovered one after a rejection, else the bonus
+    token.
 
     The tokens follow the target's distribution after temperature, min-p, top-k and top-p, in this order. They do not
     depend on the rest of the batch, nor, with a one-hot q, on the drafts; only their number does. NaN logits count as
-    -inf, +inf as the largest float32; a row of -inf alone gives token 0. Temperature 0 gives the first argmax. Where
+    -inf, +inf as the largest float32; a row of only -inf gives token 0. Temperature 0 gives the first argmax. Where
     draft logits are no distribution (NaN, +inf, -inf alone) the draft is rejected, and the next token is drawn from p.
 
     Args:

@@ -66,5 +66,5 @@ def target_of(logits: torch.Tensor) -> Target:
 
 
 def padded_width(width: int) -> int:
-    """Returns a power of two, the same for all steps with fewer than _MIN_WIDTH drafts."""
+    """Returns a power of two, which is the same for all steps with fewer than _MIN_WIDTH drafts."""
     return max(_MIN_WIDTH, 1 << (width - 1).bit_length())

@@ -1,9 +1,10 @@
 """Draws draft tokens under the requests' sampling parameters, coupled with verification or as samples of q. N: rows.
 
 With a one-hot q a row emits a function of its weights and of the noise of (seed, position), whatever was drafted. A
-proposer that runs the same race with its guess at the target's weights drafts the emitted token wherever the guess is
-right, at any temperature; no q is stored. Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant
-Speculative Decoding". With other noise a draft is a sample of q, cut by the limits of p; verification has to know q.
+proposer that runs the same race with an estimate of the target's weights drafts the emitted token wherever the estimate
+is right, at any temperature. No q is stored. Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant
+Speculative Decoding". With other noise, a draft is a sample of q, truncated by the limits of p, and verification must
+know q.
 """
 
 import torch

@@ -61,8 +61,8 @@ def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result
 def accept(
     token_ids: Int64Array, cu_num_logits: Int32Array, fed: Int64Array, sampled: Int64Array, num_sampled: Int32Array
 ) -> None:
-    """A request emits its rows' tokens, up to the first that is not the draft fed at the next row. `token_ids` [N] has
-    the token that each row draws; `sampled` and `num_sampled` are written."""
+    """A request emits the tokens of its rows, up to the first one that differs from the draft in the next row.
+    `token_ids` [N] has the token that each row draws; `sampled` and `num_sampled` are written."""
     for request in range(len(num_sampled)):
         begin = cu_num_logits[request]
         num_rows = min(cu_num_logits[request + 1] - begin, sampled.shape[1])

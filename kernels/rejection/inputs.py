@@ -14,7 +14,7 @@ _GROUP_SIZE = reference.GROUP_SIZE
 
 
 def integers(rng: torch.Generator, end: Any, *shape: int) -> torch.Tensor:
-    """int32 from 0 to below `end`, which may be a tensor of this shape."""
+    """Random int32 numbers in [0, end); `end` may be a tensor of this shape."""
     return (torch.rand(shape, generator=rng) * end).to(torch.int32)
 
 
@@ -53,7 +53,8 @@ def make_batch(
     peaks: bool = False,
     **sampling: Any,
 ) -> Batch:
-    """Makes a ragged batch, in the types and strides of Model Runner V2. Requests have every second state, shuffled.
+    """Makes a ragged batch, in the types and strides of Model Runner V2. Requests use every second state, in random
+    order.
 
     A draft with a one-hot q is the token that verification draws with probability `agreement`, else any token. With
     `dense`, q is p with noise, and drafts are drawn from q. With `peaks`, two of three rows have a dozen likely tokens,
@@ -132,7 +133,7 @@ def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampl
 
 def make_edits(batch: Batch, seed: int = 0) -> Edits:
     """Makes edits of every kind; every fourth state asks for none. Lists have up to several blocks of entries. Prompts
-    end, and stop tokens may come, near a request's first row. Histories and the beginnings of bad words have few
+    end near a request's first row, where stop tokens may also occur. Histories and the beginnings of bad words have few
     tokens, so that they match. Arrays go on after their lists end."""
     rng = torch.Generator().manual_seed(seed)
     vocab_size, num_states, num_words, max_word = batch.target_logits.shape[1], len(batch.sampling.seeds), 24, 4

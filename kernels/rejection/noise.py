@@ -42,7 +42,7 @@ def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 
 
 def exponential(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """Exponential(1) noise float32, precise where it is small, because the smallest decides.
+    """Exponential(1) noise, float32, precise for small values, because the smallest value decides.
 
     >>> exponential(keys(torch.tensor([7]), torch.tensor([3]), TOKEN)[:, None], torch.arange(5)).shape
     torch.Size([1, 5])

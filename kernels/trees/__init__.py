@@ -76,5 +76,5 @@ def compact(
     num_nodes: Any,  # [R] int32, of the path
     implementation: str | None = None,
 ) -> None:
-    """Moves the keys and values of a path to the places after the root, in all layers."""
+    """Moves the keys and values of a path to the places after the root, in every layer."""
     module_of(__name__, caches[0], implementation).compact(caches, pointers, block_table, root, path, num_nodes)

@@ -50,7 +50,7 @@ def make_moves(
     heads: tuple[int, int] = (2, 48),  # number of them, content of one
     num_layers: int = 3,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Returns caches, and the arguments of `compact` after their pointers; other nodes stand after a path's end."""
+    """Returns caches, and the arguments of `compact` after their pointers; other nodes follow a path's end."""
     rng, num_rows, block_size = torch.Generator().manual_seed(1), len(paths), 16
     shape, width = (3 * num_rows, heads[0], block_size, heads[1]), 1 + max(map(max, paths))
     caches = [torch.randn(shape, generator=rng).to(dtype) for _ in range(num_layers)]

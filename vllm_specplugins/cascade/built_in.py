@@ -19,7 +19,7 @@ class BuiltIn(Proposer):
         self._ms = {True: 0.0, False: 0.0}  # of the last step in which it was needed, and was not
 
     def took(self, offer: Offer) -> float:
-        """Notes the ms that this drafting took."""
+        """Records the ms that this drafting took."""
         self._ms[self.is_needed] = offer.ms
         return offer.ms
 

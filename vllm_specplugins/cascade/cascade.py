@@ -143,10 +143,10 @@ class Cascade:
                 guard.begin_step()
 
     def needs_offer(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """Returns, before the engine makes its offer, whether this step needs a draft of it. It does not
-        while all requests copy: each had a draft at least twice as long as that stage's K, fully accepted, which ended
-        with another stage's token. Nor does it where a lookup stands first, and that stage is expected to gain less
-        beside the lookup's drafts than its run costs (Gate.spares). The stage then only takes in the step's tokens."""
+        """Returns whether this step needs a draft of the engine's drafter, before that drafter runs. It does not while
+        all requests copy: each had a draft at least twice as long as that stage's K, fully accepted, which ended with
+        another stage's token. Nor does it where a lookup stands first, and that stage is expected to gain less beside
+        the lookup's drafts than its run costs (Gate.spares). The stage then only takes in the step's tokens."""
         stage = self._offered
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
             return True
@@ -165,7 +165,7 @@ class Cascade:
         return gate.spares(rows, drafts, offered.index, limits, offered.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs each stage that runs the target as far as a step can make it."""
+        """Runs each stage that runs the target, with as much work as a step can have."""
         draft: Draft
         *_, draft = (stage.proposer.dummy_run(batch) for stage in self._stages if stage.method.runs_target)
         return draft
@@ -200,7 +200,7 @@ class Cascade:
             guard.forget(request_ids)
 
     def settle_stages(self) -> None:
-        """Has the stages forget requests that are gone now, since no step follows for a while."""
+        """Makes the stages forget ended requests now, since no step follows for a while."""
         for guard in self._guards:
             guard.settle()
 

@@ -1,6 +1,6 @@
-"""A lookup and a model, or a drafter of vLLM's, that draft together on the device, in tensors. Nothing here waits or
-goes by the values of a tensor, so that a CUDA graph may record it: how many steps a model drafts is chosen on the host.
-R: requests, K: max tokens of a draft."""
+"""A lookup and a model, or a drafter of vLLM's, that draft together on the device, in tensors. Nothing here waits for
+the device or branches on a tensor's values, so a CUDA graph may record it. The host chooses how many steps a model
+drafts. R: requests, K: max tokens of a draft."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ class DeviceBatch(NamedTuple):
     Args:
         slots: [R] int64, of their requests.
         num_steps: the tokens that a model drafts for each.
-        longest: max tokens of a text; None: a graph is recorded, which has to do for any.
+        longest: max tokens of a text; None: a graph is recorded, which must fit any text.
         rates: whether the confidence of tokens is needed.
         on_logits: gets the logits of a model's steps.
     """
@@ -63,9 +63,9 @@ class DeviceCascade:
 
 
 class DeviceModel:
-    """A model proposer, alone or after a lookup. One that can be fed tokens goes on after the lookup's tokens; any
-    other drafts where there are none. `tracker` rates drafts by their `worth`, where that is asked for; `depth` is the
-    max tokens of the model's drafts."""
+    """A model proposer, alone or after a lookup. If it can be fed tokens, it continues the lookup's draft; otherwise it
+    drafts where the lookup has no draft. `tracker` rates drafts by their `worth`, where that is asked for; `depth` is
+    the max tokens of the model's drafts."""
 
     def __init__(self, proposer: ModelProposer, tracker: Any = None, depth: int = 0):
         self.proposer, self._tracker, self._depth = proposer, tracker, depth

@@ -44,11 +44,11 @@ class Checked:
         self.method, self.proposer = stage.method, stage.proposer
 
     def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        """Returns max_tokens: whichever stage a request allows drafts for it."""
+        """Returns max_tokens, since a request is drafted for by any stage that it allows."""
         return max_tokens
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts as Stage.draft does; for requests that do not allow the model stage the cheap draft, unchecked."""
+        """Drafts as Stage.draft does. Requests that do not allow the model stage get the cheap draft, unchecked."""
         drafts = self._checked(batch, prefix, self._stage.limits(batch, max_tokens))
         allowed = allows(batch.options, self._stage.name)
         if allowed is None:
@@ -95,7 +95,7 @@ class _Check:
 
     def run(self, guess: DraftArrays) -> tuple[int, int]:
         """Runs one pass: each draft is extended by the guess as far as the model agrees, and by the model's next
-        choice. Returns the number of right tokens of the guesses, and of new tokens."""
+        choice. Returns the number of tokens of each guess that the model confirmed, and the number of new tokens."""
         known, token_ids, old_q = self.drafts.num_draft, self.drafts.token_ids, self.drafts.q
         assert old_q is not None
         is_asked, places = known < self.ends, columns(token_ids)
@@ -134,8 +134,8 @@ def checked(stages: Sequence[Stage]) -> Source:
 
 
 class CheckedOnDevice(DeviceModel):
-    """The policy `verify` on the device: a model that is asked drafts all tokens, as it would alone, and in as many
-    steps. The lookup's tokens count where the model confirms them, and make these likelier."""
+    """The policy `verify` on the device: the model drafts all tokens, as it would alone and in as many steps. Where it
+    confirms a token of the lookup, that token's acceptance probability rises."""
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
         assert prefix is not None

@@ -1,4 +1,4 @@
-"""The configuration: one frozen dataclass per method, checked field by field.
+"""The configuration has one frozen dataclass per method, and checks it field by field.
 
 A refusal is one sentence with the field, the value and the allowed values. Nothing here imports vLLM.
 """

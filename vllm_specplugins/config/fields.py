@@ -48,7 +48,7 @@ def checked(allowed: str, fits: Callable[[Any], bool], default: Any = MISSING) -
 
 
 def optional(entry: Any) -> Any:
-    """The same field, or None, which is the default."""
+    """Makes a field optional: its default is None."""
     allowed, fits = entry.metadata["allowed"], entry.metadata["fits"]
     return checked(f"{allowed} or null", lambda value: value is None or fits(value), None)
 
@@ -70,14 +70,14 @@ def path() -> Any:
 
 
 def choice(default: str, *others: str) -> Any:
-    """A dataclass field for one of some words."""
+    """A dataclass field for one of several words; the first is the default."""
     words = (default, *others)
     fits = lambda value: isinstance(value, str) and value in words  # noqa: E731
     return checked(f"one of {', '.join(map(repr, words))}", fits, default)
 
 
 def is_integer(value: Any, low: int, high: int) -> bool:
-    """Whether a value is an integer in [low, high], and no bool."""
+    """Whether a value is an integer in [low, high], and not a bool."""
     return type(value) is int and low <= value <= high
 
 

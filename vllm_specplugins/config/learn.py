@@ -12,7 +12,7 @@ class LearnConfig:
 
     Args:
         busy_share: Limits the share of time that training takes while requests are served.
-        idle_share: Limits the same while there are none.
+        idle_share: Limits that share while there are no requests.
         memory_bytes: Allocates device memory for training data at the start.
         path: Loads weights from this folder and saves them there. Data-parallel engines add ".dp1" and so on.
         save_every_s: Sets the seconds between saves. A kill loses later training.

@@ -245,7 +245,7 @@ class CustomConfig:
 
     Args:
         proposer: Names the class, which is called with (options, context) and implements `draft.Proposer`.
-        options: Is passed to the class, for a registered class with a `Config` as an instance of it.
+        options: Is passed to the class; a registered class with a `Config` gets an instance of it.
     """
 
     proposer: str = checked("a string like 'package.module:Class'", _names_class)

@@ -46,8 +46,8 @@ class SpecConfig:
     Args:
         common: the fields of every method.
         method_config: the fields of this method.
-        says_length: whether K is the user's, not a default.
-        longest_chain: 0, or where drafts of K tokens branch, the tokens of the longest one that does not.
+        says_length: whether the user chose K.
+        longest_chain: 0, or for trees the length of the longest draft that does not branch.
     """
 
     method: str
@@ -107,7 +107,7 @@ class SpecConfig:
 
 
 def stage_configs(config: SpecConfig, kind: type[T]) -> list[T]:
-    """The method's configuration, or those of its stages, as far as they are of one kind."""
+    """The configurations of the method or of its stages that are of one kind."""
     return [part.method_config for part in config.parts if isinstance(part.method_config, kind)]
 
 
@@ -117,7 +117,7 @@ def methods_of(config: SpecConfig) -> list[str]:
 
 
 def stage_names(methods: Sequence[str]) -> list[str]:
-    """The names of stages in options: the method, with its number where several stages have the same.
+    """The names of stages in options: the method, with its number if several stages have the same method.
 
     >>> stage_names(["prompt_lookup", "early_exit", "early_exit"])
     ['prompt_lookup', '1 early_exit', '2 early_exit']
@@ -126,7 +126,7 @@ def stage_names(methods: Sequence[str]) -> list[str]:
 
 
 def rule(config: SpecConfig) -> str | None:
-    """A cascade's policy, or "first" where it has no gate to choose; None: the method is no cascade."""
+    """A cascade's policy, or "first" without a gate; None if the method is not a cascade."""
     if not isinstance(config.method_config, CascadeConfig):
         return None
     policy = config.method_config.policy

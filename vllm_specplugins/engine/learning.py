@@ -45,7 +45,8 @@ def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner 
 
 
 def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None:
-    """The end of a loaded model; None, with a sentence in the log, unless it computes the logits of the model."""
+    """The last modules of a loaded model, from which its logits follow; None, with a line in the log, if they do
+    not."""
     with torch.inference_mode(False), torch.no_grad():
         try:
             end = _read(model, num_layers, vocab_size)

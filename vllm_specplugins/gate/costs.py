@@ -1,11 +1,13 @@
-"""The time of a step by its draft tokens, learned from measured steps, and the tokens that a ms must bring.
+"""The time of a step as a function of its draft tokens, learned from measured steps, and the tokens that each ms must
+gain.
 
     ms = base + slope * draft tokens,    slope = (covariation + w * first slope) / (variation + w)
 
 StepTimes (step_times.py) has a table by length, since the scheduler gives all requests one length. The gate's lengths
 differ by request, so that a batch may have any number of draft tokens, and a line through all steps prices a token from
 fewer of them. (With that table in place of the line, recorded texts played as fast on average, but among 16 requests up
-to 2.7 % slower, and 6 % with other first guesses.) Both share outliers, and that a longer draft is never cheaper.
+to 2.7 % slower, and 6 % with other first guesses.) Both handle outliers in the same way, and never rate a longer draft
+as cheaper.
 """
 
 from dataclasses import dataclass, field, replace
@@ -81,7 +83,8 @@ class StepCosts:
         self.covariation = memory * self.covariation + (1 - share) * off_draft * drafts_ms
 
     def of_size(self, num_reqs: int | None) -> "StepCosts":
-        """Returns a copy to begin with for another number of requests, at the same token price; None: for the same."""
+        """Returns a copy as a first guess for another number of requests, at the same token price; None: for the same
+        number."""
         if num_reqs is None:
             return replace(self, buckets=dict(self.buckets))
         ratio = num_reqs / self.num_reqs
@@ -121,7 +124,7 @@ class StepCosts:
         return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
 
     def max_length(self, is_free: bool) -> int:
-        """Returns the longest draft to try yet, where drafting is free or not."""
+        """Returns the longest draft to try so far, if drafting is free or not."""
         free = FREE_LONGER if self.num_reqs == 1 else SHARED_FREE_LONGER
         return int(max(self.weight, (free if is_free else LONGER) ** self.weight))
 
@@ -146,7 +149,8 @@ class LoadCosts:
         self.by_load: dict[tuple[int, int], StepCosts] = {}
 
     def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
-        """Returns a load's costs; a new load begins with those of the nearest size, then context. None: all are new."""
+        """Returns a load's costs. A new load begins with those of the nearest size, then of the nearest context; None:
+        there are none yet."""
         size, context = load = _load(num_reqs, num_context)
         if load not in self.by_load:
             if not self.by_load:

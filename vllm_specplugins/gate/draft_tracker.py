@@ -52,7 +52,7 @@ class DraftTracker:
         return bool(((num_draft >= min_length) & (num_draft == num_accepted) & (last != stage)).all())
 
     def has_tried(self, stage: int) -> bool:
-        """Returns whether as many first tokens of a stage were tried as its first prior weighs."""
+        """Returns whether enough first tokens of a stage were tried to outweigh its prior."""
         return bool(self.state.shared_tried[stage, 0] >= 2 * HOST_PRIOR_WEIGHT)
 
     def num_sent(self, stage: int) -> int:
@@ -68,7 +68,7 @@ class DraftTracker:
         self._lengths[stage] += np.bincount(lengths[max_draft > 0], minlength=self._lengths.shape[1])
 
     def move_to(self, stages: Sequence[StageCounters]) -> None:
-        """Adds the counts to those of the stages, and begins anew."""
+        """Adds the counts to those of the stages, and resets them."""
         tables = self._by_place, self._by_stage, self._lengths
         for stage, by_place, by_stage, lengths in zip(stages, *tables, strict=True):
             stage.add(by_place, by_stage)

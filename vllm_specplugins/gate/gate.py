@@ -130,9 +130,9 @@ class Gate:
         return keep, more
 
     def spares(self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, saved_ms: float) -> bool:
-        """Returns whether a step does without a stage that runs for all requests at once, before its draft is known.
-        Beside the given drafts, RUN_MARGIN times its expected gain must then be less than the engine emits in the time
-        of a run, `saved_ms`. The stage runs while few of its tokens were tried, and at times, as EXPLORE_SHARE allows.
+        """Returns whether a step skips a stage that runs for all requests at once, before its draft is known. Beside
+        the given drafts, RUN_MARGIN times its expected gain must then be less than the engine emits in the time of a
+        run, `saved_ms`. The stage runs while few of its tokens were tried, and at times, as EXPLORE_SHARE allows.
         `max_more` [R] limits the stage's tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):

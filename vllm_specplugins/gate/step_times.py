@@ -51,7 +51,7 @@ def lengths_up_to(max_num_draft: int, longest_chain: int = 0) -> tuple[int, ...]
 
 @inlined
 def size_of(num_reqs: int) -> tuple[int, int]:
-    """Returns the power of two, or three quarters of one, from this number of requests on; and its place among these.
+    """Returns the power of two, or three quarters of one, that stands for this number of requests, and its index.
 
     >>> [size_of(count)[0] for count in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17)]
     [1, 2, 3, 4, 6, 6, 8, 16, 16, 24]
@@ -65,7 +65,7 @@ def size_of(num_reqs: int) -> tuple[int, int]:
 
 
 class StepTimes:
-    """Chooses each step's length by the records.
+    """Chooses each step's draft length from the records.
 
     Args:
         longest_chain: 0; or the length up to which a draft is a chain, where max_num_draft tokens are a tree.

@@ -1,4 +1,5 @@
-"""The fault barrier: adapters call a proposer through it, and always get a valid draft, in a fault an empty one."""
+"""The fault barrier: adapters call a proposer through it, and always get a valid draft, which is empty after a
+fault."""
 
 import logging
 import time
@@ -145,7 +146,7 @@ class FaultBarrier:
         self.guard.forget(request_ids)
 
     def settle(self) -> None:
-        """Has the proposer and a cascade's stages forget ended requests now: no step follows for a while."""
+        """Makes the proposer and a cascade's stages forget ended requests now, since no step follows for a while."""
         if self.late is not None:
             self.late.settle()
         self.guard.settle()

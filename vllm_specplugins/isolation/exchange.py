@@ -92,7 +92,7 @@ def draft_of_rows(
 
 
 def spread(draft: Draft, rows: Any, num_reqs: int, width: int) -> Draft:
-    """Turns a draft of some rows, without logits, into one of all `num_reqs` requests."""
+    """Expands a draft of some rows, without logits, to all `num_reqs` requests."""
     token_ids, num_draft = np.zeros((num_reqs, width), np.int32), np.zeros(num_reqs, np.int32)
     token_ids[rows, : draft.token_ids.shape[1]], num_draft[rows] = draft.token_ids, draft.num_draft
     if draft.confidence is None:
@@ -103,7 +103,7 @@ def spread(draft: Draft, rows: Any, num_reqs: int, width: int) -> Draft:
 
 
 class Nonsense(Exception):
-    """The proposer returned no valid draft; says why."""
+    """The proposer returned an invalid draft; the message says why."""
 
 
 class NotFinite(Nonsense):

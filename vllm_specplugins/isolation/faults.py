@@ -51,7 +51,7 @@ class CircuitBreaker:
     _off_until: float = 0.0
 
     def is_off(self) -> bool:
-        """Whether the proposer is switched off; ends a pause that is over."""
+        """Whether the proposer is switched off; closes the circuit breaker when its pause is over."""
         if self.health.switched_off and self.clock() >= self._off_until:
             self.health.switched_off = False
             self._on_since = self.clock()
@@ -106,7 +106,7 @@ def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception as text for the log; its `__str__` is the proposer's, and may raise."""
+    """An exception as text for the log. Its `__str__` belongs to the proposer, and may raise."""
     try:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("the proposer's traceback:\n%s", traceback.format_exc())

@@ -72,7 +72,7 @@ class Guard:
         self._feedback = feedback_for_proposer(feedback)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Has the proposer forget these requests before its next call, if it has seen them."""
+        """Makes the proposer forget these requests before its next call, if it has seen them."""
         self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
         self._known.difference_update(request_ids)
         self._set_aside.difference_update(request_ids)
@@ -82,7 +82,7 @@ class Guard:
         return bool(self._to_forget)
 
     def settle(self) -> None:
-        """Has the proposer forget ended requests now: no step follows for a while."""
+        """Makes the proposer forget ended requests now, since no step follows for a while."""
         self.take(self._budget_s)
         if self._to_forget:
             self.begin_step()

@@ -27,8 +27,8 @@ LARGEST_PROB = 1 - 16.0**-2  # a head is trusted no further: its acceptance prob
 
 
 class Prefix(NamedTuple):
-    """The draft tokens before the next tokens of rows, which stand at `positions` [N] int64: `drafts` [N, T], of which
-    edits of the logits count the first `counts` [N] (None: T)."""
+    """The draft tokens before each row's next token, which is at `positions` [N] int64: `drafts` [N, T], of which edits
+    of the logits count the first `counts` [N] (None: T)."""
 
     positions: torch.Tensor
     drafts: torch.Tensor
@@ -87,7 +87,7 @@ class ModelProposer(Proposer):
         self.training: Any = None  # trains the part while it serves; the engine sets it
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Tokens that would stand past the longest request's end are fed at its last position."""
+        """Tokens that would lie past the end of the longest request are fed at its last position."""
         self.max_position = max_model_len - 1
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class EarlyExit(ModelProposer):
         return tuple(self.logits(target, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(1))
 
     def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Steps:
-        """Feeds the begun tokens in one pass; at most K - num_steps of a request that wants num_steps more."""
+        """Feeds the begun tokens in one pass: at most K - num_steps of them if a request wants num_steps more."""
         rows, first = torch.arange(len(begun), device=begun.device), target.num_tokens - 1
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
         places = first[:, None] + torch.arange(fed.shape[1], device=fed.device)

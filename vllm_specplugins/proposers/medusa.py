@@ -34,5 +34,5 @@ class Medusa(ModelProposer):
 
 
 def check(config: MedusaConfig, sizes: TargetSizes) -> None:
-    """Raises ConfigError unless there are as many heads as draft, made for the target."""
+    """Raises ConfigError unless the folder has enough heads, and they were trained for the target."""
     check_medusa(config.heads, num_heads=sizes.num_draft, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)

@@ -1,6 +1,6 @@
 """Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones, from token ids only (Saxena,
 "Prompt Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023, for the `reference` option).
-kernels/history_match says which occurrence, and the cost of its search."""
+kernels/history_match documents which occurrence it takes, and the cost of its search."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +33,7 @@ class Lookup(Proposer):
 
 
 class PromptLookup(Lookup):
-    """Searches texts in each step; of a request it stores its reference, and where copying would go on.
+    """Searches texts in each step. For each request it stores the reference and the copy position.
 
     Request option `reference`: token ids that the output is likely to repeat (a predicted output, a retrieved
     document). The lookup searches them beside the request's text; the model never sees them.
@@ -47,7 +47,7 @@ class PromptLookup(Lookup):
         self._references: dict[int, Int32Array] = {}  # by row
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts by the longest match; among equals the one nearest to where copying would go on."""
+        """Drafts by the longest match; of equal matches, the one nearest to the copy position."""
         num_reqs = batch.num_reqs
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)

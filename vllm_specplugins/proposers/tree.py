@@ -54,7 +54,7 @@ def grow(
     # Another chain [R, L] int, and the log-probability that all its tokens up to each are accepted, -inf after its end.
     other: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Tree:
-    """The likeliest nodes; a request without a tree gets the likelier chain, and after its end its last token again."""
+    """The likeliest nodes. A request without a tree gets the likelier chain, padded with its last token."""
     tokens, survival = _candidates(chain, logits, positions, sampling)
     (depth, width), nodes = tokens.shape[1:], torch.arange(num_nodes, device=chain.device)
     line = nodes.clamp(max=depth - 1) * width  # places of the chain

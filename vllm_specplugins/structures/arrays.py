@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
-    """Returns the array, or a longer one with zeros after it where it has fewer rows than that."""
+    """Returns the array, padded with zero rows if it has fewer rows than that."""
     if num_rows <= len(array):
         return array
     return np.concatenate((array, np.zeros((max(num_rows - len(array), len(array)), *array.shape[1:]), array.dtype)))
@@ -50,7 +50,7 @@ class SlotTable:
         return np.array([self._rows.get(request_id, 0) for request_id in request_ids], np.int64)
 
     def forget(self, request_ids: Sequence[str]) -> Ints:
-        """Returns the rows of these requests, which others may get now."""
+        """Frees the rows of these requests, and returns them."""
         self._newest = None, self._newest[1]
         rows = [self._rows.pop(request_id) for request_id in request_ids if request_id in self._rows]
         self._free.extend(rows)

@@ -81,7 +81,7 @@ def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArr
 
 
 def better(first: DraftArrays, second: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
-    """Takes the draft of each request that gains more, [num_reqs] each, or without gains the first one if it has a
+    """Takes for each request the draft with the larger gain, [num_reqs] each; without gains, the first draft that has a
     token. Where one draft begins with the other, the longer one is taken, and the second stage answers for its tokens.
 
     >>> first, second = (of_stage(i, np.array([[5, 6, 7]]), np.array([3 - i]), np.ones(1)) for i in (0, 1))
@@ -151,7 +151,8 @@ def columns(array: Array) -> Array:
 
 
 def picked(array: Array, places: Array) -> Array:
-    """Returns the elements at places [num_rows, K] int64 of the rows of an array [num_rows, T]; any one where none is.
+    """Returns the elements at places [num_rows, K] int64 of each row of an array [num_rows, T]; arbitrary ones outside
+    of it.
 
     >>> picked(np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 0], [2, 3]])).tolist()
     [[2, 1], [6, 1]]
@@ -168,7 +169,7 @@ def stacked(parts: list[Any]) -> Any:
 
 
 def make_one_hot(logits: Any, token_ids: Any, is_certain: Any) -> Any:
-    """Makes the q of tokens [num_reqs, T] that are certain one-hot, in the logits [num_reqs, T, vocab_size]."""
+    """Makes q one-hot for the deterministic tokens [num_reqs, T], in the logits [num_reqs, T, vocab_size]."""
     places, is_certain = token_ids[..., None].long(), is_certain[..., None]
     logits.masked_fill_(is_certain, float("-inf"))
     return logits.scatter_(2, places, logits.gather(2, places).masked_fill_(is_certain, 0.0))

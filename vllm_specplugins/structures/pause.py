@@ -1,4 +1,4 @@
-"""A wait after attempts that failed."""
+"""A pause after failed attempts."""
 
 FIRST_PAUSE_S = 1.0
 
@@ -16,12 +16,12 @@ class Pause:
         self.seconds = 0.0  # 0: the last attempt succeeded
 
     def failed(self) -> bool:
-        """Notes a failure; returns whether it is the first in a row, which is worth a line in the log."""
+        """Records a failure; returns whether it is the first of a series, which deserves a line in the log."""
         is_first = self.seconds == 0
         self.seconds = min(2 * self.seconds or FIRST_PAUSE_S, self._longest_s)
         return is_first
 
     def succeeded(self) -> bool:
-        """Notes a success; returns whether it is the first after a failure."""
+        """Records a success; returns whether it is the first after a failure."""
         was_failing, self.seconds = self.seconds > 0, 0.0
         return was_failing

@@ -1,4 +1,4 @@
-"""The free parts of a fixed piece of memory."""
+"""The free spans of a fixed block of memory."""
 
 from bisect import insort
 

@@ -24,7 +24,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Reads the beginning of a file, up to max_bytes; OSError as of open_regular."""
+    """Reads the beginning of a file, up to max_bytes. Raises OSError as open_regular does."""
     descriptor = open_regular(path, os.O_RDONLY)
     try:
         return read_all(descriptor, max_bytes)
@@ -66,7 +66,7 @@ def write_whole(path: Path, data: bytes) -> int:
 
 
 class SavedFolder:
-    """A folder that one process at a time saves files to, from its first save until it closes this or ends."""
+    """A folder that one process at a time saves files to, from its first save until it closes this object or ends."""
 
     def __init__(self, path: Path):
         self.path, self._descriptor = path, -1

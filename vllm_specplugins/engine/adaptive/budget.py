@@ -36,7 +36,7 @@ class AcceptProbs(NamedTuple):
 
 
 def new_accept_probs(num_slots: int, max_num_draft: int, device: torch.device) -> AcceptProbs | None:
-    """None where ranks might read different values and run different graphs; vLLM copies those after an event."""
+    """None if ranks might read different values and run different graphs; vLLM then copies them after an event."""
     shape = num_slots + 1, max_num_draft
     newest = torch.ones(shape, dtype=torch.float32, device=device)
     if get_tp_group().world_size > 1 or not buffer_utils.is_uva_available():
@@ -59,9 +59,9 @@ def best_budget(
     token_ms: float,  # of a draft token beside that
     limit: int,
 ) -> int:
-    """The number of draft tokens, beside `num_fixed` others, with the best rate of tokens per ms. A lookup without a
-    match has probability 0. A request therefore also scores by the mean of its matches in steps after one without a
-    match, so that the first match gets a budget."""
+    """The number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens. A lookup
+    without a match has probability 0. A request therefore also scores by the mean of its matches in steps after one
+    without a match, so that the first match gets a budget."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         survival, had = 1.0, had_none[slot]

@@ -37,7 +37,7 @@ from vllm_specplugins.request_options import (
 
 
 class Resolved(dict[str, Any]):
-    """Options that an `OptionsResolver` has resolved."""
+    """Request options that an `OptionsResolver` has resolved."""
 
 
 def sealed(core_request: Any) -> Any:

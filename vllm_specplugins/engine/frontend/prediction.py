@@ -17,7 +17,7 @@ class Predicted:
 
 
 def take_predictions() -> None:
-    """Has chat completions pass on their prediction; once per process, where requests arrive."""
+    """Makes chat completions pass on their prediction; once per process, where requests arrive."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     wrap(ChatCompletionRequest, "to_sampling_params", _with_prediction)

@@ -18,7 +18,7 @@ SEARCHED = 500  # characters, for a space to cut at
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cuts a text before spaces, where it has some, so that its pieces have the same tokens as the whole."""
+    """Splits a text before spaces, if it has any, so that its pieces have the same tokens as the whole."""
     start = 0
     while len(text) - start > PIECE + 1:  # one more, to see whether a word begins
         end = start + PIECE

@@ -1,4 +1,5 @@
-"""Fits our methods to vLLM's scheduling: a name that may be asynchronous, a K that fits a step, time to end."""
+"""Fits our methods to vLLM's scheduling: a name that may be asynchronous, a K that fits a step, and time to shut
+down."""
 
 import logging
 from collections.abc import Iterator
@@ -55,8 +56,8 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
 
 
 def give_time(config: SpecConfig) -> None:
-    """Gives engines that save a file time to end: with `--shutdown-timeout` 0, the default, vLLM's servers kill them at
-    a signal, except on ROCm."""
+    """Gives engines that save a file time to shut down: with `--shutdown-timeout` 0, the default, vLLM's servers kill
+    them at a signal, except on ROCm."""
     from vllm.v1.engine import utils
 
     if any(getattr(part.method_config, "store_path", None) for part in config.parts):

@@ -1,6 +1,6 @@
 """Engines that serve traffic, many requests at a time, and are timed step by step; for `bench`. Each has a process. On
-a CPU they run in slices of time, and a clock stands still while others run: a disturbance of the machine that lasts
-longer than a moment then disturbs all of them alike."""
+a CPU they run in slices of time, and an engine's clock stops while others run, so a longer disturbance of the machine
+affects all of them equally."""
 
 import math
 import os
@@ -128,7 +128,7 @@ class _Clock:
         self._paused_s += self.now() - start
 
     def give_way(self, num_tokens: int) -> None:
-        """Lets others go on if the slice of this engine is over."""
+        """Lets other engines continue if this engine's slice is over."""
         if self.now() - self._resumed >= self._slice_s:
             self._pipe.send(num_tokens)
             self.wait()

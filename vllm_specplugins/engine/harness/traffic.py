@@ -69,12 +69,12 @@ class Turn:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens of these steps; 1 where all outputs ended with their first token."""
+        """Mean tokens of these steps; 1 if all outputs ended with their first token."""
         return self.num_decoded / self.num_steps if self.num_steps else 1.0
 
     @property
     def step_ms(self) -> float:
-        """Mean time of such a step; 1 where there was none."""
+        """Mean time of such a step; 1 if there was none."""
         return sum(sum(answer.step_ms) for answer in self.answers) / self.num_steps if self.num_steps else 1.0
 
 

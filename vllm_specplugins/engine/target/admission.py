@@ -44,7 +44,7 @@ def _check_skipping(vllm_config: VllmConfig, method: str) -> None:
 
 
 def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raises ConfigError for a target whose layers our proposers cannot run."""
+    """Raises ConfigError if our proposers cannot run the target's layers."""
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
     rows = drafters(config)
     for name, size in (

@@ -35,7 +35,7 @@ from vllm_specplugins.target import Target
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Makes V1 build a runner with a `custom_class` proposer, ours, unless it shall build a drafter of vLLM's."""
+    """Makes V1 build a runner with our proposer as `custom_class`, unless it builds a drafter of vLLM's."""
     names = built_in.narrowed()
     if vllm_config.speculative_config.built_in is None:
         vllm_config.speculative_config.method = "custom_class"
@@ -65,8 +65,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
 
 def draft_to_the_end(runner: Any) -> None:
-    """Lifts the length at which V1 drafts zeros for the whole batch, and which it lowers if memory is short
-    (`--max-model-len auto`). We shorten drafts at a request's end instead."""
+    """Raises the length from which on V1 drafts zeros for the whole batch (V1 lowers it if memory is short, with
+    `--max-model-len auto`). We shorten drafts at a request's end instead."""
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 

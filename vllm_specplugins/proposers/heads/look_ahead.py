@@ -42,7 +42,7 @@ class LookAhead(TrainedPart):
 
 
 def check_look_ahead(folder: str | Path, *, exit_layer: int, hidden_size: int, num_draft: int) -> None:
-    """Raises ConfigError unless a folder holds embeddings for drafts of so many tokens at this layer."""
+    """Raises ConfigError unless a folder holds embeddings for drafts of this length at this layer."""
     config = LookAhead.check(folder, exit_layer=exit_layer, hidden_size=hidden_size)
     if config.num_embeddings < num_draft - 1:
         wanted = f"a {LookAhead.noun} of at least {num_draft - 1}, one less than num_speculative_tokens"

@@ -144,7 +144,7 @@ def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_
 
 
 def num_heads(folder: str | Path) -> int:
-    """How many heads a folder holds; ConfigError if none."""
+    """The number of heads in a folder. Raises ConfigError if there are none."""
     return _count(_read(folder)) or MedusaHeads.refuse(folder, "a folder with heads", "one without any")
 
 

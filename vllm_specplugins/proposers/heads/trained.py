@@ -1,4 +1,4 @@
-"""A trained part is a module; its folder holds its weights and, but for Medusa's, a `config.json` with its sizes."""
+"""A trained part is a module. Its folder holds its weights and (except for Medusa) a `config.json` with its sizes."""
 
 import json
 from collections.abc import Mapping
@@ -91,7 +91,7 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def read_config(cls, folder: str | Path) -> Any:
-        """The configuration in a folder; ConfigError if there is none."""
+        """The configuration in a folder. Raises ConfigError if there is none."""
         try:
             return msgspec.json.decode((Path(folder) / CONFIG_FILE).read_bytes(), type=cls.Config)
         except (OSError, msgspec.MsgspecError, RecursionError) as error:

@@ -24,7 +24,8 @@ class Model(Protocol):
         """Logits [T, V] float32 of states [T, H] after the final norm."""
 
     def passes(self, first: int, num_tokens: int) -> Run:
-        """Runs the layers from `first` on and the final norm, over a row of so many tokens, again and again."""
+        """Returns a function that runs the layers from `first` on and the final norm over a row of this length,
+        repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Limits the share of the time that learning takes: after each piece of work it rests."""
+"""Limits the share of time that learning takes, by a rest after each piece of work."""
 
 import time
 from collections.abc import Callable

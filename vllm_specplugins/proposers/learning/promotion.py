@@ -63,13 +63,13 @@ class Comparison:
 
     @property
     def is_better(self) -> bool:
-        """Whether the mean is above 0 for sure, and no tenant's mean is below."""
+        """Whether the mean is significantly above 0, and no tenant's mean is below 0."""
         low, _ = _bounds(self.differences)
         return low > 0 and all(group.mean() >= 0 for group in self._groups())
 
     @property
     def is_worse(self) -> bool:
-        """Whether the mean, or some tenant's, is below 0 for sure, or a difference is not finite."""
+        """Whether the mean or some tenant's mean is significantly below 0, or a difference is not finite."""
         return not np.isfinite(self.differences).all() or any(
             _bounds(group)[1] < 0 for group in (self.differences, *self._groups())
         )

@@ -77,9 +77,9 @@ class _Slot:
 
 
 class Windows:
-    """Fills windows from readings. A new window takes the oldest one of the tenant with the largest number, so a tenant
-    that floods the engine takes no more than its part. A request with the option `learn` false leaves nothing. States
-    take about `max_bytes`; windows with fewer than `min_length` tokens are dropped."""
+    """Fills windows from readings. A new window replaces the oldest window of the tenant with the largest number, so a
+    tenant that floods the engine gets no more than its share. A request with the option `learn` false leaves nothing.
+    States take about `max_bytes`; windows with fewer than `min_length` tokens are dropped."""
 
     def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype, min_length: int):
         num_rows = min(MAX_WINDOWS, max(8, max_bytes // (LENGTH * hidden_size * dtype.itemsize)))

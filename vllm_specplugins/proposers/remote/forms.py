@@ -18,7 +18,8 @@ class Refused(ValueError):
 
 
 def newest(tokens: Guess, limit: int) -> Guess:
-    """The newest `limit` tokens, or down to half of them: a start that stays for many steps suits prefix caches."""
+    """The newest tokens, between `limit` / 2 and `limit` of them: a start that stays for many steps suits prefix
+    caches."""
     half = max(1, limit // 2)
     return tokens[max(0, len(tokens) // half - 1) * half :]
 
@@ -36,7 +37,7 @@ class TokenIds:
         return tuple(token_ids.tolist())
 
     def unfinished(self, token_ids: Int32Array) -> Guess:
-        """The end of the history that no question can hold; an answer begins with it."""
+        """The end of the history that does not fit into a question; an answer must begin with it."""
         return ()
 
     def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
@@ -46,7 +47,7 @@ class TokenIds:
         return list(newest(guess[begin:], max_tokens))
 
     def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
-        """A piece of an answer; Refused where it has more tokens, or others than the target."""
+        """A piece of an answer. Raises Refused if it has more tokens than allowed, or unknown ones."""
         tokens = choice["token_ids"]
         if len(tokens) > max_tokens or not all(type(id_) is int and 0 <= id_ < self._vocab_size for id_ in tokens):
             raise Refused("more tokens than asked for, or outside of the vocabulary")

@@ -32,7 +32,7 @@ class _Request:
     is_refused: bool = False  # the server does not take its questions
 
     def agrees(self) -> bool:
-        """Whether history and guess are equal as far as both go, which is then dropped."""
+        """Whether history and guess agree as far as both go; the common part is then dropped."""
         num_both = min(len(self.ahead), len(self.behind))
         both = self.ahead[:num_both], self.behind[:num_both]
         self.ahead, self.behind = self.ahead[num_both:], self.behind[num_both:]

@@ -80,7 +80,7 @@ class SharedTexts:
         return list(texts)
 
     def add(self, text: StoredText) -> None:
-        """Publishes a text, later."""
+        """Queues a text for publication."""
         self._unsent.append(record(text))
 
     def take(self) -> StoredText | None:

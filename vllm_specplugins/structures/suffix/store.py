@@ -38,9 +38,9 @@ class SuffixStore:
     """First in, first out, with a second chance. Texts lie in a ring, and the oldest makes room. It is entered again,
     as the newest, if a draft used it, or if its tenant is not the entering one and holds less than half of its share.
     Tenants that asked once have a second chance only while they hold little together, or if the entering tenant holds
-    too much. The tokens that are entered again are bounded. `work` does all of this in pieces of a given size. A text
-    is never looked at for another tenant. `entered_again` gets each text that has a second chance. Raises ValueError if
-    `max_bytes` is too small.
+    too much. The tokens that are entered again are bounded. `work` does all of this in pieces of a given size. A search
+    never reads the texts of another tenant. `entered_again` gets each text that has a second chance. Raises ValueError
+    if `max_bytes` is too small.
 
     >>> store = SuffixStore(1 << 20)
     >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))

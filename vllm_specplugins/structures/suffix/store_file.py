@@ -140,16 +140,17 @@ class StoreFile:
         return texts
 
     def append(self, records: Iterable[bytes]) -> None:
-        """Adds records to the open file. After an OSError it is to be closed, and opened again."""
+        """Adds records to the open file. After an OSError, close the file and open it again."""
         write_all(self._descriptor, b"".join(records))
 
     def sync(self) -> None:
-        """Waits until the disk has all appended records. OSError where that fails, or the file is gone."""
+        """Waits until the disk has all appended records. Raises OSError if that fails, or if the file is gone."""
         os.fsync(self._descriptor)
         self._check_place()
 
     def write(self, records: Iterable[bytes]) -> None:
-        """Replaces the file by one of these records, and opens it. OSError where that fails; the old file stays."""
+        """Replaces the file with one that holds these records, and opens it. If that fails, it raises OSError, and the
+        old file stays."""
         descriptor = write_whole(self.path, self._header + b"".join(records))
         self.close()
         self._descriptor = descriptor

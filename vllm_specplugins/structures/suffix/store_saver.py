@@ -61,7 +61,7 @@ class StoreSaver:
         return newest[: sum(number <= self._max_tokens for number in num_tokens)][::-1]
 
     def add(self, text: StoredText) -> None:
-        """Appends a text that entered the store, later."""
+        """Queues a text that entered the store, to be appended."""
         self._jobs.put(partial(self._append, text))
 
     def clear(self) -> None:

@@ -96,7 +96,7 @@ class DraftTracker:
         acceptance.observe(self._state, slots, *(self.fates or fates))
 
     def worth(self, drafts: DraftArrays, copies_from: int | None = None, other: Other | None = None) -> Worth:
-        """Weighs drafts against another stage. Rows copy if they gain at least `copies_from` tokens."""
+        """Compares drafts with another stage. Rows copy if they gain at least `copies_from` tokens."""
         slots, copies = self._rows.slots[: len(drafts.num_draft)], None
         if copies_from is not None and self._copies is not None:
             copies = self._copies.mapped, copies_from

@@ -44,7 +44,8 @@ class Tally:
             self._once.fill_(counts)
 
     def rests(self, input_batch: Any, length: int) -> bool:
-        """Counts a step without a draft after another one and returns True; returns False if the step has a draft."""
+        """Counts a step without a draft that follows another such step, and returns True; returns False for any other
+        step."""
         before, self._drafted = self._drafted, length
         if length or before or input_batch.has_prefill:
             return False
@@ -60,7 +61,8 @@ class Tally:
         """Does nothing: the device counts."""
 
     def take(self, request_ids: Sequence[str]) -> list[float]:
-        """The acceptance rates of requests that were over at the last call; begins a copy for those over now."""
+        """The acceptance rates of requests that had ended at the last call; begins a copy for those that have ended
+        since."""
         pairs = np.concatenate([np.zeros((0, 2), np.int64), *(arriving.values() for arriving in self._over)])
         slots = [slot for request_id in request_ids if (slot := self._slots.pop(request_id, None)) is not None]
         self._over.clear()
