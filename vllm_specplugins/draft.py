@@ -141,7 +141,7 @@ class Feedback:
         num_draft: [num_reqs] int32, verified draft tokens.
         num_accepted: [num_reqs] int32, accepted draft tokens.
         step_ms: the step's time without drafting, if it only decoded.
-        num_forced: the numbers of verified and of accepted tokens that a grammar forced after these drafts.
+        num_forced: the numbers of verified and of accepted tokens that a later stage forced after these drafts.
     """
 
     request_ids: Sequence[str]
