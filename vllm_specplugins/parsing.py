@@ -16,10 +16,10 @@ from vllm_specplugins.config import (
     did_you_mean,
     methods_of,
     sample_methods,
-    with_default_length,
 )
 from vllm_specplugins.config.aliases import with_our_names
 from vllm_specplugins.config.built_in import BuiltInConfig, check_built_in
+from vllm_specplugins.config.lengths import with_default_length
 from vllm_specplugins.config.trees import with_tree
 from vllm_specplugins.custom import (
     Registered,

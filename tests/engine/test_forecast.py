@@ -120,7 +120,7 @@ def test_what_is_edited_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(slots.tolist())
         return edits
 
-    Budget(own, probs(), None, edits_any)
+    Budget(own, probs(), edits_any)
     for num_reqs, verified in ((12, 20), (5, 20), (12, 48)):
         names = [str(slot) for slot in range(num_reqs)]
         drafts = {name: [0] * K for name in names}

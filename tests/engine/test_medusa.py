@@ -71,9 +71,7 @@ def test_heads_that_repeat(
 
 @pytest.mark.skipif(RUNNER == "v2", reason="refused in the front end, whatever runs")
 def test_refused_at_start(engine: Any, checkpoint: Path, heads: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match=r"a head for each of 4 tokens \(num_speculative_tokens, or a third of tree\), not one with 3"
-    ):
+    with pytest.raises(ValueError, match=r"a head for each of 4 tokens \(num_speculative_tokens, .*, not one with 3"):
         engine({**config_of(heads, "greedy"), "num_speculative_tokens": 4}, model=str(checkpoint), **ARGUMENTS)
     with pytest.raises(ValueError, match="enable_lora must be false, not True: the heads know the model without"):
         engine(config_of(heads, "greedy"), model=str(checkpoint), enable_lora=True, **ARGUMENTS)

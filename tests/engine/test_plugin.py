@@ -335,11 +335,12 @@ def test_server_refuses() -> None:
 def test_default_length_of_a_target_with_state() -> None:
     """Fails if a hybrid target, which keeps a state for each token, has long drafts that nobody asked for, or loses
     those that somebody did."""
-    from vllm_specplugins.engine.frontend.spec_config import _with_length_for
+    from vllm_specplugins.config.lengths import with_length_for_target
+    from vllm_specplugins.engine.target.admission import has_state
     from vllm_specplugins.parsing import parse_config
 
     plain = SimpleNamespace(is_hybrid=False, has_inner_state=False, is_attention_free=False)
     hybrid = SimpleNamespace(is_hybrid=True, has_inner_state=True, is_attention_free=False)
     lookup = parse_config({"method": "prompt_lookup"})
-    assert [_with_length_for(lookup, model).length for model in (plain, hybrid)] == [31, 5]
-    assert not _with_length_for(lookup, hybrid).says_length
+    here, there = (with_length_for_target(lookup, len, has_state(model)) for model in (plain, hybrid))
+    assert [here.length, there.length] == [31, 5] and not there.says_length

@@ -28,7 +28,6 @@ from vllm_specplugins.config.proposers import (
 )
 from vllm_specplugins.config.whole import (
     MAX_NUM_SPECULATIVE_TOKENS,
-    SHORT,
     CommonConfig,
     SpecConfig,
     check_stages,
@@ -37,5 +36,4 @@ from vllm_specplugins.config.whole import (
     sample_methods,
     stage_configs,
     stage_names,
-    with_default_length,
 )

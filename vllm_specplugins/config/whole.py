@@ -1,6 +1,6 @@
 """A whole `speculative_config`: the fields of every method, and those of the method or of its stages."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -12,8 +12,7 @@ from vllm_specplugins.config.proposers import (
 )
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
-# Defaults of K. A copied draft costs nothing, and is accepted whole or not at all.
-LONG, SHORT = 31, 5
+SHORT = 5  # default of K for what costs a pass of a model
 T = TypeVar("T")
 
 
@@ -137,18 +136,6 @@ def sample_methods(config: SpecConfig) -> set[str]:
     """Each `draft_sample_method` in a method."""
     methods = [getattr(part.method_config, "draft_sample_method", None) for part in config.parts]
     return {method for method in methods if method is not None}
-
-
-def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecConfig:
-    """A copy with the default K, and that of a cascade's stages; the target may change it."""
-    # Drawn drafts need the logits of each place, K rows of the vocabulary for each request.
-    if config.parts[0].method not in lookups or "probabilistic" in sample_methods(config):
-        return config.with_length(SHORT)
-    long, stages = (*lookups, "mtp", "medusa"), list(config.stages)
-    for index, stage in enumerate(stages):
-        if stage.num_speculative_tokens is None and stage.method not in long:
-            stages[index] = replace(stage, num_speculative_tokens=SHORT)
-    return (config.with_stages(stages) if stages else config).with_length(LONG)
 
 
 def check_stages(config: SpecConfig) -> None:

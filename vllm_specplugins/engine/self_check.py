@@ -37,6 +37,8 @@ def stop_if_only(vllm_config: Any) -> None:
 
 def shapes_of(vllm_config: Any) -> Shapes:
     config, model_config = vllm_config.speculative_config, vllm_config.model_config
+    counts = (model_config.get_num_attention_heads, model_config.get_num_kv_heads)
+    heads = *(count(vllm_config.parallel_config) for count in counts), model_config.get_head_size()
     return Shapes(
         vocab_size=model_config.get_vocab_size(),
         dtype=model_config.head_dtype,
@@ -44,13 +46,8 @@ def shapes_of(vllm_config: Any) -> Shapes:
         samples=config.draft_sample_method == "probabilistic",
         looks_up=config.use_ngram(),
         trims=config.enable_adaptive_verification,
-        heads=_heads(vllm_config) if config.plugin_config.longest_chain else None,
+        heads=heads if config.plugin_config.longest_chain else None,
     )
-
-
-def _heads(vllm_config: Any) -> tuple[int, int, int]:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    return model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel), model.get_head_size()
 
 
 def value() -> str:

@@ -3,8 +3,6 @@ scheduling, too: it verifies draft tokens with an acceptance probability (0 with
 Without it the scheduler plans a draft's length from the last one (v2/scheduler.py)."""
 
 import logging
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from vllm.v1.worker.gpu import model_runner
@@ -18,41 +16,34 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls vLLM's `initialize_kv_cache`, which makes its manager of adaptive verification."""
-    create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner, speculator)
-    with replaced(model_runner, {"maybe_create_adaptive_verification_manager": create}):
-        return initialize(*args, **kwargs)
+    """Calls vLLM's `initialize_kv_cache`, which knows the attention backends and makes the manager of adaptive
+    verification: if a backend cannot trim drafts, the engine plans their lengths instead of ending."""
+    create = model_runner.maybe_create_adaptive_verification_manager
 
-
-def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Callable[..., Any]:
-    """Wraps vLLM's factory of adaptive verification, called when the attention backends are known: if a backend cannot
-    trim drafts, the engine plans their lengths instead of ending."""
-
-    @wraps(create)
     def created(**arguments: Any) -> Any:
         try:
-            if (manager := create(**arguments)) is not None:
-                record = manager.record_confidences  # the runner may hand over those of a drafter of vLLM's
-                manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
-                edits_any = getattr(getattr(runner.rejection_sampler, "editor", None), "edits_any", lambda slots: False)
-                budget = Budget(manager, speculator.outcomes.shared_probs, edits_any, runner.max_model_len)
-                speculator.barrier.budget = budget
-                return manager
+            manager = create(**arguments)
         except ValueError as error:
-            names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})
+            manager, names = None, {group.backend.get_name() for groups in arguments["attn_groups"] for group in groups}
             logger.warning(
                 "%s: drafts are not trimmed on the device, but planned a step ahead: attention backend %s cannot, %s "
                 "can (%s...).",
-                *(runner.speculative_config.plugin_config.method, " or ".join(names), CAN_TRIM),
+                *(runner.speculative_config.plugin_config.method, " or ".join(sorted(names)), CAN_TRIM),
                 " ".join(str(error).split())[:80],
             )
-            speculator.enable_adaptive_verification = False
-            runner.speculative_config.enable_adaptive_verification = False
-            runner.rejection_sampler.enable_adaptive_verification = False
-        _record_plain_steps(runner)
-        return None
+            for part in (speculator, runner.speculative_config, runner.rejection_sampler):
+                part.enable_adaptive_verification = False
+        if manager is None:
+            _record_plain_steps(runner)
+            return None
+        record = manager.record_confidences  # the runner may hand over those of a drafter of vLLM's
+        manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
+        edits_any = getattr(getattr(runner.rejection_sampler, "editor", None), "edits_any", lambda slots: False)
+        speculator.barrier.budget = Budget(manager, speculator.outcomes.shared_probs, edits_any, runner.max_model_len)
+        return manager
 
-    return created
+    with replaced(model_runner, {"maybe_create_adaptive_verification_manager": created}):
+        return initialize(*args, **kwargs)
 
 
 def _record_plain_steps(runner: Any) -> None:

@@ -4,10 +4,10 @@ down."""
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.config.lengths import shortened
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.plan import CHOOSING, PLANNED
 
@@ -49,10 +49,7 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
     log = logger.warning if config.says_length else logger.info
     sentence = "%s: num_speculative_tokens is %d, not %d: vLLM pads prompts to one token more, and %s allows %d tokens."
     log(sentence, config.method, limit - 1, config.length, name, limit)
-    config, length = replace(config.with_length(limit - 1), says_length=True), limit - 1
-    lengths = [min(stage.num_speculative_tokens or length, length) for stage in config.stages]
-    stages = [replace(stage, num_speculative_tokens=num) for stage, num in zip(config.stages, lengths, strict=True)]
-    return config.with_stages(stages) if stages else config
+    return shortened(config, limit - 1)
 
 
 def give_time(config: SpecConfig) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from pydantic import SkipValidation
@@ -13,14 +12,13 @@ from vllm.config.utils import config as vllm_dataclass
 from vllm.platforms import current_platform
 
 from vllm_specplugins.config import (
-    SHORT,
     ConfigError,
-    MedusaConfig,
     SpecConfig,
     StageConfig,
     sample_methods,
 )
 from vllm_specplugins.config.built_in import built_in_stage
+from vllm_specplugins.config.lengths import with_length_for_target
 from vllm_specplugins.engine.built_in import reads_lengths_on_host, speculative_config_of
 from vllm_specplugins.engine.frontend import scheduling
 from vllm_specplugins.engine.frontend.entrances import check_arrivals
@@ -119,9 +117,7 @@ def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> PluginSpeculativeConfig:
     """vLLM's view of a configuration of ours. Raises ConfigError: vLLM refuses the stage that is built into it."""
-    if not config.says_length:
-        config = _with_length_for(config, target_model_config)
-    config = config.with_stages(map(_with_heads, config.stages)) if config.stages else config
+    config = with_length_for_target(config, num_heads, has_state(target_model_config))
     common = {
         "plugin_config": config,
         "target_model_config": target_model_config,
@@ -134,20 +130,6 @@ def build(
         num_speculative_tokens=config.length,
         draft_sample_method="probabilistic" if "probabilistic" in sample_methods(config) else "greedy",
         **common,
-    )
-
-
-def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
-    """Sets the default K: Medusa's number of heads, and few tokens for a target that keeps a state for each."""
-    if isinstance(config.method_config, MedusaConfig):
-        return config.with_length(num_heads(config.method_config.heads))
-    return config.with_length(min(config.length, SHORT)) if has_state(model) else config
-
-
-def _with_heads(stage: StageConfig) -> StageConfig:
-    heads = getattr(stage.method_config, "heads", None)
-    return (
-        stage if stage.num_speculative_tokens or not heads else replace(stage, num_speculative_tokens=num_heads(heads))
     )
 
 

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.emitted import VERIFIED, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
-from vllm_specplugins.engine.target.layers import adapters_of, map_all_logits
+from vllm_specplugins.engine.target.layers import map_all_logits
 from vllm_specplugins.engine.v2 import learning, memory
 from vllm_specplugins.engine.v2.feedback.report import REPORT, SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
@@ -76,15 +76,11 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner.add_requests, runner.finish_requests = both(runner.add_requests, add), both(runner.finish_requests, finish)
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
-    speculator.rejection_sampler = lambda: runner.rejection_sampler
     speculator.attach(runner)
     if runner.lora_config is not None:
         map_all_logits(runner)
     if speculator.runs_target:
         learning.attach(runner, speculator)
-        if runner.lora_config is not None:
-            speculator.adapters_of = partial(adapters_of, runner)
-        speculator.sampling_states = lambda: runner.sampler.sampling_states
         config = runner.speculative_config.plugin_config  # compiled after the target, before graphs are recorded
         runner.profile_run = both(runner.profile_run, lambda *_, **__: speculator.first_layers.compile(config))
     if runner.speculative_config.plugin_config.common.verification == "fused":

@@ -100,7 +100,7 @@ class MedusaHeads(TrainedPart):
         """The first heads of a checkpoint that `check_medusa` has passed."""
         tensors = _read(folder)
         if (count := _count(tensors)) < num_heads:
-            wanted = f"a folder with a head for each of {num_heads} tokens in a row"
+            wanted = f"a folder with a head for each of {num_heads} tokens (num_speculative_tokens, or a chain of it)"
             cls.refuse(folder, wanted, f"one with {count}")
 
         def stacked(part: str, num: int = num_heads) -> torch.Tensor:

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
-from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, updates_in_place
+from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, adapters_of, updates_in_place
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.requests import Request, warms_up
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
@@ -38,10 +38,8 @@ class Speculator(DraftModelSpeculator):
     barrier: FaultBarrier  # set by runner.attach
     offers: Any = None  # the source of drafts that vLLM's drafter makes for a cascade; set by runner.while_built
     offer: Any = None  # those of this step; None: it failed, or there is none
-    rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
-    sampling_states: Callable[[], Any]
+    runner: Any  # set by `attach`
     reads_tokens = True  # whether the host follows the tokens of requests
-    adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
     adapters: Adapters | None = None
     verified: Verified | None = None  # of all slots of requests
     is_off = False  # whether a kernel failed its check, so that nothing is drafted
@@ -73,13 +71,9 @@ class Speculator(DraftModelSpeculator):
             self._draft_logits = torch.zeros(shape, dtype=dtype, device=device)
             self.draft_logits = self._draft_logits[:rows]
 
-    @property
-    def _most_tokens(self) -> int:
-        """The longest request, read late because vLLM may fit it to the memory."""
-        return self.vllm_config.model_config.max_model_len
-
     def attach(self, runner: Any) -> None:
         """Follows a runner that has loaded nothing yet, once there is a barrier."""
+        self.runner = runner
 
     def stop(self) -> None:
         """Ends drafting. A planned token is then 0, with a one-hot q."""
@@ -120,7 +114,7 @@ class Speculator(DraftModelSpeculator):
         if not self.runs_target:
             return
         slots = np.array([request.slot for request in requests])
-        rows, states = async_tensor_h2d(slots, self.device), self.sampling_states()
+        rows, states = async_tensor_h2d(slots, self.device), self.runner.sampler.sampling_states
         tables: dict[str, Any] = {"temperature": self.temperature, "seeds": self.seeds}
         if self.verified is not None:
             tables |= {name: getattr(self.verified, name) for name in ("top_k", "top_p", "min_p")}
@@ -149,8 +143,8 @@ class Speculator(DraftModelSpeculator):
             self.report.tell(dict.fromkeys(input_batch.req_ids, 0))
             return self.draft_tokens[:num_reqs].zero_()  # vLLM 0.33 writes -1 into it
         rehearses = dummy_run or warms_up(input_batch.req_ids)
-        if self.adapters_of is not None:
-            self.adapters = self.adapters_of(input_batch, rehearses)
+        if self.runs_target and self.runner.lora_config is not None:
+            self.adapters = adapters_of(self.runner, input_batch, rehearses)
         if rehearses:
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return self.draft_tokens[:num_reqs]
@@ -171,11 +165,12 @@ class Speculator(DraftModelSpeculator):
 
     def plan_for(self, seq_lens: torch.Tensor) -> None:
         """Sets the longest context that attention plans for, on the host: these lengths and a draft. No graphs."""
-        self.draft_max_seq_len = min(int(seq_lens.max()) + self.num_speculative_steps, self._most_tokens)
+        max_model_len = self.vllm_config.model_config.max_model_len  # vLLM may have fitted it to the memory
+        self.draft_max_seq_len = min(int(seq_lens.max()) + self.num_speculative_steps, max_model_len)
 
     def _edit_of(self, input_batch: Any) -> Any:
         """Returns `draft.Target.edit`. It is rare, so a step that needs it drafts without a graph."""
-        sampler = self.rejection_sampler()
+        sampler = self.runner.rejection_sampler
         if not hasattr(sampler, "editor") or sampler.was_plain(input_batch):  # vLLM's has no editor
             return None
         return sampler.editor.edit_of_drafts(input_batch.idx_mapping.long(), input_batch.idx_mapping_np)

@@ -63,6 +63,7 @@ class DeviceSpeculator(Speculator):
         self._graphs_of: dict[int, Any] = {}  # by depth
 
     def attach(self, runner: Any) -> None:
+        super().attach(runner)
         barrier, late = self.barrier, self.lookups.late
         barrier.rates, barrier.late = self.tally, late
         if self.lookups.custom is not None:

@@ -57,7 +57,7 @@ class TreeSpeculator(DeviceSpeculator):
         self.trees.add([request.slot for request in requests], [self._may_branch(request) for request in requests])
 
     def _may_branch(self, request: Request) -> bool:
-        params, editor = request.sampling_params, self.rejection_sampler().editor
+        params, editor = request.sampling_params, self.runner.rejection_sampler.editor
         asks = params.logprobs, params.logprob_token_ids, params.structured_outputs
         return all(value is None for value in asks) and not editor.edits_any(np.array([request.slot]))
 

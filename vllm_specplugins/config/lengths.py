@@ -1,0 +1,44 @@
+"""K, the largest number of draft tokens of a request in one step, and that of each stage: the defaults, the target's
+part in them, and the K that fits a step."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from vllm_specplugins.config.proposers import MedusaConfig
+from vllm_specplugins.config.whole import SHORT, SpecConfig, sample_methods
+
+LONG = 31  # default of K for copies: a draft costs nothing, and is accepted whole or not at all
+
+
+def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecConfig:
+    """A copy with the default K, and that of a cascade's stages; the target may change it."""
+    # Drawn drafts need the logits of each place, K rows of the vocabulary for each request.
+    if config.parts[0].method not in lookups or "probabilistic" in sample_methods(config):
+        return config.with_length(SHORT)
+    long, stages = (*lookups, "mtp", "medusa"), list(config.stages)
+    for index, stage in enumerate(stages):
+        if stage.num_speculative_tokens is None and stage.method not in long:
+            stages[index] = replace(stage, num_speculative_tokens=SHORT)
+    return (config.with_stages(stages) if stages else config).with_length(LONG)
+
+
+def with_length_for_target(config: SpecConfig, num_heads: Callable[[str], int], has_state: bool) -> SpecConfig:
+    """A copy with the default K that the target allows: few tokens if it keeps a state for each. `num_heads` reads how
+    many heads a folder of Medusa's has, which is K where the user sets none."""
+    kind, stages = MedusaConfig, list(config.stages)
+    if isinstance(config.method_config, kind) and not config.says_length:
+        config = config.with_length(num_heads(config.method_config.heads))
+    elif has_state and not config.says_length:
+        config = config.with_length(min(config.length, SHORT))
+    for index, stage in enumerate(stages):
+        if isinstance(stage.method_config, kind) and stage.num_speculative_tokens is None:
+            stages[index] = replace(stage, num_speculative_tokens=num_heads(stage.method_config.heads))
+    return config.with_stages(stages) if stages else config
+
+
+def shortened(config: SpecConfig, length: int) -> SpecConfig:
+    """A copy with this K, and no larger one of a stage."""
+    lengths = [min(stage.num_speculative_tokens or length, length) for stage in config.stages]
+    stages = [replace(stage, num_speculative_tokens=num) for stage, num in zip(config.stages, lengths, strict=True)]
+    config = replace(config.with_length(length), says_length=True)
+    return config.with_stages(stages) if stages else config
