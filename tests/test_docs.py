@@ -1,5 +1,6 @@
 """The documentation against the code: generated pages and tables, links, sizes, words, pictures and the site."""
 
+import ast
 import json
 import re
 import runpy
@@ -126,6 +127,23 @@ def test_words(page: Path) -> None:
     for reason, pattern in WORDS.items():
         match = re.search(pattern, text, re.IGNORECASE)
         assert match is None, f"{page.name}: {reason}: {text[max(0, match.start() - 40) : match.end() + 40]!r}"
+
+
+@pytest.mark.parametrize("name", ["commands.md", "configuration.md", "metrics.md", "proposer-api.md"])
+def test_words_of_generated_pages(name: str) -> None:
+    """Kills: such a word in a help text, a field's or a metric's description, or the docstrings of draft.py."""
+    test_words(DOCS / name)
+
+
+def test_words_of_errors() -> None:
+    """Kills: such a word in the sentence of an exception."""
+    for path in (ROOT / "vllm_specplugins").rglob("*.py"):
+        raised = [node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+        for argument in (argument for each in raised if isinstance(each, ast.Call) for argument in each.args):
+            texts = [node.value for node in ast.walk(argument) if isinstance(node, ast.Constant)]
+            sentence = " ".join(text for text in texts if isinstance(text, str))
+            for reason, pattern in WORDS.items():
+                assert not re.search(pattern, sentence, re.IGNORECASE), f"{path.name}: {reason}: {sentence}"
 
 
 def test_tables_are_current() -> None:

@@ -163,13 +163,13 @@ def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | 
     forces = any(forces_tokens(config))
     if forces and (is_async or theirs is not None):
         raise ConfigError(
-            f"{method}: async_scheduling and scheduler_cls must be left alone with grammar, whose text depends on all "
-            f"tokens before it, not {is_async} and {theirs!r}."
+            f"{method}: async_scheduling and scheduler_cls must be left alone with grammar, since its text depends on "
+            f"all earlier tokens, not {is_async} and {theirs!r}."
         )
     if not is_async and num_stages > 1:
         raise ConfigError(
-            f"{method}: pipeline_parallel_size must be 1 without async_scheduling, where vLLM plans drafts for a "
-            f"request whose last step is still under way, not {num_stages}."
+            f"{method}: pipeline_parallel_size must be 1 without async_scheduling, since vLLM would plan drafts "
+            f"before a request's last step is over, not {num_stages}."
         )
     if is_async and not engine.use_v2_model_runner:
         raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")

@@ -128,7 +128,7 @@ for arguments in {"speculative_config": {"method": "prompt_lookup"}}, {"spec_met
 """
     )
     done = python(code, VLLM_SPECPLUGINS_DISABLE="1")
-    sentence = "method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, not"
+    sentence = "method must be one of vLLM's while VLLM_SPECPLUGINS_DISABLE is set, not"
     assert results(done) == [
         "['vllm.engine.arg_utils.EngineArgs.create_engine_config']",
         "SpeculativeConfig",

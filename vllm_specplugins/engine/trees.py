@@ -38,7 +38,7 @@ def check_trees(vllm_config: VllmConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     method, text = vllm_config.speculative_config.plugin_config.method, model.hf_text_config
     if not vllm_config.use_v2_model_runner:
-        raise ConfigError(f"{method}: tree must be left out on Model Runner V1, whose attention knows no trees.")
+        raise ConfigError(f"{method}: tree must be left out on Model Runner V1, which has no attention for trees.")
     kinds = {
         "multi-head latent attention": model.use_mla,
         "a sliding window": getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True),

@@ -59,7 +59,7 @@ def requested(args: Any) -> dict[str, Any] | None:
     if not isinstance(method, str) or method not in names:
         hint = did_you_mean(method, [*names, *map(str, vllm_methods())])
         raise ConfigError(
-            f"speculative_config: method must be {', '.join(names)} or vLLM's own "
+            f"speculative_config: method must be {', '.join(names)} or one of vLLM's "
             f"(vllm/config/speculative.py), not {brief(method)}{hint}"
         )
     for key in given.keys() & merged.keys():
@@ -98,7 +98,7 @@ def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(method, str) and method in METHODS and method not in vllm_methods():
         with sentence_instead_of_traceback():
             raise ConfigError(
-                f"speculative_config: method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, not "
+                f"speculative_config: method must be one of vLLM's while VLLM_SPECPLUGINS_DISABLE is set, not "
                 f"{method!r}."
             )
     return original(self, *args, **kwargs)

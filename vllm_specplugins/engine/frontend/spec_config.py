@@ -140,8 +140,8 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     method = speculative_config.plugin_config.method
     if current_platform.is_cpu() and has_state(vllm_config.model_config):
         raise ConfigError(
-            f"{method}: model must have attention in every layer on a CPU, not be a hybrid or state-space model, whose "
-            "state vLLM does not wind back there when a draft is rejected."
+            f"{method}: model must have attention in every layer on a CPU: after a rejection vLLM cannot restore the "
+            "states of hybrid and state-space models there."
         )
     if current_platform.is_cpu() and envs.VLLM_BATCH_INVARIANT:
         raise ConfigError(f"{method}: VLLM_BATCH_INVARIANT must be 0 on a CPU, where vLLM cannot do it, not 1.")

@@ -21,8 +21,8 @@ def check_states(vllm_config: VllmConfig, method: str) -> None:
     model = vllm_config.model_config
     if has_state(model) and (kinds := sorted(stays & kinds_of_state(_module_of(model)))):
         raise ConfigError(
-            f"{method}: model must keep no state of kind {kinds[0]}, which vLLM does not wind back when a draft is "
-            f"rejected, as {model.architecture} does."
+            f"{method}: model must not have states of kind {kinds[0]}, as {model.architecture} has: vLLM cannot "
+            "restore them after a rejection."
         )
 
 
@@ -56,8 +56,8 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
     if parallel.data_parallel_size > 1 and model.is_moe:  # engines of a dense model are independent
         raise ConfigError(
-            f"{method}: data_parallel_size must be 1 for a mixture of experts, whose engines run each layer together, "
-            f"not {parallel.data_parallel_size}."
+            f"{method}: data_parallel_size must be 1 for a mixture of experts, since its engines run each layer "
+            f"together, not {parallel.data_parallel_size}."
         )
     if vllm_config.lora_config is not None and not all(row.knows_adapters for row, _ in rows):
         raise ConfigError(f"{method}: enable_lora must be false, not True: the heads know the model without adapters.")

@@ -26,7 +26,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
             "keys and values of another layer": self.kv_sharing_target_layer_name is not None,
         }.items():
             if has_any:
-                raise ConfigError(f"tree must be left out for a model with {name}, whose attention it does not know.")
+                raise ConfigError(f"tree must be left out for a model with {name}.")
 
     def forward(
         self,
