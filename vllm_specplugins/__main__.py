@@ -43,7 +43,8 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; its exit status, 2 with one sentence on stderr if it cannot run, or 130 if interrupted."""
+    """Runs a command and returns its exit status: 2, with one sentence on stderr, if it cannot run; 130 if
+    interrupted."""
     args = parser().parse_args(arguments)
     module, packages, _ = COMMANDS[args.command]
     try:

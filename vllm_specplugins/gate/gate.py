@@ -7,9 +7,9 @@ the gate drafts the k-th token while
 
 where p_i is the probability that token i is accepted if those before it are (kernels/acceptance), and rate the tokens
 that the engine emits in a ms now, or more among several requests (Dinkelbach's method for a ratio, one iteration a
-step). The times are by batch size and context (costs.py). A new batch size starts without drafts, then gets short ones.
-Of two stages the one with the larger gain drafts. Now and then the gate tries a draft that it does not expect to pay.
-The caller measures all times. R: requests of a step, K: max draft tokens.
+step). The times are by batch size and context (costs.py). A new batch size starts without drafts, and then gets short
+ones. Of two stages, the one with the larger gain drafts. Now and then the gate tries a draft that it does not expect to
+pay off. The caller measures all times. R: requests of a step, K: max draft tokens.
 """
 
 from collections import Counter, defaultdict

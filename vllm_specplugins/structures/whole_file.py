@@ -15,7 +15,7 @@ MAX_PREFIX = 60  # characters of a file's name in the name of its successor, whi
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Opens a regular file, a new one with mode 0600; returns its descriptor. OSError for a folder, a pipe or none."""
+    """Opens a regular file (a new one with mode 0600) and returns its descriptor. Raises OSError for anything else."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -48,7 +48,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 def write_whole(path: Path, data: bytes) -> int:
     """Puts a new file with this data, synced to the disk, in the place of `path` or of the file that it links to;
-    returns its descriptor. OSError where that fails; the old file stays."""
+    returns its descriptor. Raises OSError if that fails; the old file stays."""
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name[:MAX_PREFIX]}{PARTIAL}")
     partial.unlink(missing_ok=True)  # a killed process may have left it

@@ -31,7 +31,7 @@ class OptionChecks:
 
     @property
     def are_stuck(self) -> bool:
-        """Whether MAX_ABANDONED earlier checks have not returned."""
+        """Whether MAX_ABANDONED earlier checks have not returned yet."""
         self._abandoned = [check for check in self._abandoned if not check.done()]
         return len(self._abandoned) >= MAX_ABANDONED
 

@@ -116,7 +116,7 @@ class PluginVllmConfig(VllmConfig):
 def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> PluginSpeculativeConfig:
-    """vLLM's view of a configuration of ours. Raises ConfigError: vLLM refuses the stage that is built into it."""
+    """A configuration of ours as vLLM sees it. Raises ConfigError: vLLM refuses the stage that is built into it."""
     config = with_length_for_target(config, num_heads, has_state(target_model_config))
     common = {
         "plugin_config": config,

@@ -179,5 +179,5 @@ def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
 
 
 def is_ours(stage: Any, method: str) -> bool:
-    """Whether a stage has this method and is not a user's class."""
+    """Whether a stage has this method, and is not a user's class."""
     return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")

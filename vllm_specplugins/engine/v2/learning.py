@@ -23,7 +23,8 @@ _MAX_UNREAD = 1024  # steps and changes of requests; with more, all live request
 
 
 def attach(runner: Any, speculator: Any) -> None:
-    """Makes a learner, if any part of the speculator's proposer learns, follow the runner once the target is loaded."""
+    """Creates a learner if any part of the speculator's proposer learns. It follows the runner once the target is
+    loaded."""
 
     def loaded(target: nn.Module) -> None:
         if (learner := new_learner(speculator.barrier.proposer, target, runner.vllm_config)) is None:

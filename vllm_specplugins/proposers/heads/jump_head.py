@@ -53,7 +53,7 @@ class JumpHead(TrainedPart):
 
 
 def check_jump(folder: str | Path, *, num_layers: int, hidden_size: int) -> JumpHeadConfig:
-    """The configuration in a folder; ConfigError unless it holds a whole part for a model of these sizes."""
+    """The configuration in a folder. Raises ConfigError unless it holds a whole part for a model of these sizes."""
     config: JumpHeadConfig = JumpHead.check(folder, num_layers=num_layers, hidden_size=hidden_size)
     if not config.early_layers <= config.late_layer <= num_layers:
         wanted = f"a head whose late_layer is from early_layers to {num_layers}"

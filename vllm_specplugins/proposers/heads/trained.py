@@ -55,14 +55,14 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         return part
 
     def like_this(self, folder: str | Path) -> Self:
-        """The part in a folder; ConfigError unless it was trained for the same model and place."""
+        """The part in a folder. Raises ConfigError unless it was trained for the same model and place."""
         if (config := self.check(folder)) != self.config:
             self.refuse(folder, f"a {self.noun} for {self.config}", str(config))
         return self.load(folder)
 
     @classmethod
     def check(cls, folder: str | Path, **wanted: Any) -> Any:
-        """The configuration in a folder; ConfigError unless it has these values and all weights are there."""
+        """The configuration in a folder. Raises ConfigError unless it has these values and all weights are there."""
         config = cls.read_config(folder)
         for name, value in wanted.items():
             if getattr(config, name) != value:

@@ -144,14 +144,14 @@ class Server:
 
 
 def _is_refused(status: int) -> bool:
-    """Whether the server refuses this question; ValueError where it would refuse every question."""
+    """Whether the server refuses this question. Raises ValueError if it would refuse every question."""
     if status != 200 and (status in FOR_ALL or not 400 <= status < 500):
         raise ValueError(f"status {status}")
     return status != 200
 
 
 async def _lines(response: aiohttp.ClientResponse, max_lines: int) -> AsyncIterator[bytes]:
-    """The lines of an answer; ValueError where they are too many. aiohttp raises it for a line above 128 KiB."""
+    """The lines of an answer. Raises ValueError if they are too many. aiohttp raises it for a line above 128 KiB."""
     async for line in response.content:
         if (max_lines := max_lines - 1) < 0:
             raise ValueError("more lines than asked for")

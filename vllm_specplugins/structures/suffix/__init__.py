@@ -1,4 +1,4 @@
 """Outputs of earlier requests, for a fast search of the longest match of a request's newest tokens. Texts lie in a
 ring, in which new texts overwrite the oldest. For 1, 2, 4 and 8 tokens a table gives their latest place, and links lead
-to earlier places. The last 16 places of the longest n-gram vote for the draft's tokens. The ring takes its memory at
+to earlier places. The 16 latest places of the longest n-gram vote for the draft's tokens. The ring takes its memory at
 the start, 80 bytes a token. A file gets the same texts in the same order, a Redis stream those that engines share."""

@@ -58,8 +58,8 @@ class DraftTracker:
         self.tally.start(slots)
 
     def begin(self, num_reqs: int, *sampled: torch.Tensor) -> None:
-        """Begins a step with slots, sampled tokens and rejected tokens, [num_reqs] each. Without them it is a
-        rehearsal, which has only padding rows."""
+        """Begins a step with slots, sampled tokens and rejected tokens, [num_reqs] each. Without them the step is a
+        rehearsal, with only padding rows."""
         self._rests = False
         if num_reqs != self._num_rows:
             for buffer, padding in zip(self._rows, (self._padding, 0, 0), strict=True):
@@ -73,7 +73,7 @@ class DraftTracker:
         self.tally.begin(bool(sampled))
 
     def rest(self) -> None:
-        """Takes a step without drafts. The next drafts get probability 1, so that they are verified whole."""
+        """Takes a step without drafts. The next drafts get probability 1, so they are verified as a whole."""
         if self.shared_probs is None:
             self.accept_probs.fill_(1.0)
         else:

@@ -15,7 +15,7 @@ REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -
 
 
 class AsyncCopy:
-    """Copies a few numbers per row of a step, [num_reqs, any], to the host. Only the reader waits."""
+    """Copies a few numbers per row of a step, [num_reqs, any], to the host. Only a reader waits for the copy."""
 
     def __init__(self, request_ids: Sequence[str], values: torch.Tensor):
         self.request_ids = list(request_ids)

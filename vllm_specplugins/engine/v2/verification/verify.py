@@ -30,7 +30,7 @@ _Batch = tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tenso
 
 
 def attach(runner: Any) -> None:
-    """Sets our verification as `ModelState.custom_sampler`, vLLM's hook, when the runner loads its model."""
+    """Installs our verification in vLLM's hook `ModelState.custom_sampler`, when the runner loads its model."""
     original = model_runner.init_model_state
 
     def load(load_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def attach(runner: Any) -> None:
 
 
 class FusedSampler(Sampler):
-    """vLLM's sampler of steps without drafts with the same operation, so that seeds mean the same in all steps."""
+    """vLLM's sampler for steps without drafts, with the same operation, so that a seed means the same in all steps."""
 
     rejection: "FusedRejectionSampler"
 
