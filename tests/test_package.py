@@ -237,13 +237,13 @@ def test_installed_upgraded_and_removed(kind: str, request: pytest.FixtureReques
     code = f"""
 from vllm.engine.arg_utils import EngineArgs
 ngram = {{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
-print(EngineArgs({str(MODEL)!r}, speculative_config=ngram).create_engine_config().speculative_config.method)
+print("OUT", EngineArgs({str(MODEL)!r}, speculative_config=ngram).create_engine_config().speculative_config.method)
 try:
     EngineArgs({str(MODEL)!r}, speculative_config={{"method": "prompt_lookup"}}).create_engine_config()
 except Exception as error:
-    print(type(error).__module__)
+    print("OUT", type(error).__module__)
 """
-    theirs = run(python, "-c", code, env=alone(python), cwd=tmp_path).splitlines()[-2:]
+    theirs = re.findall(r"^OUT (.*)$", run(python, "-c", code, env=alone(python), cwd=tmp_path), re.MULTILINE)
     assert theirs[0] == "ngram" and not theirs[1].startswith("vllm_specplugins")
 
 

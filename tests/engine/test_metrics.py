@@ -12,7 +12,7 @@ from conftest import DEMO_MODEL, RUNNER, TAPES, spec_metrics
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend.plugin import requested
-from vllm_specplugins.engine.metrics.names import FORMER, PREFIX, SHAPE, TABLE
+from vllm_specplugins.engine.metrics.names import FORMER, PREFIX, TABLE
 from vllm_specplugins.methods import METHODS as OURS
 
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
@@ -127,17 +127,21 @@ def check_steps(llm: Any, found: Mapping[str, Series]) -> None:
     """Kills: steps by shape that differ between both exits, whose draft is counted by another step's length, or that
     lack a time or a reason; a graph that is not seen on the (simulated) device.
     """
-    [steps] = llm.collective_rpc("specplugins_steps")
-    shapes = {tuple(shape[label] for label in SHAPE): shape for shape in steps["shapes"]}
-    for labels, num in found["shape_steps"].items():
-        assert shapes[labels[:3]]["steps"][labels[3]] == num
-    assert sum(found["shape_steps"].values()) == sum(sum(shape["steps"].values()) for shape in steps["shapes"]) > 10
-    undrafted = sum(sum(shape["steps"].values()) for labels, shape in shapes.items() if labels[2] == "0")
-    assert sum(found["undrafted_steps"].values()) == sum(steps["undrafted"].values()) == undrafted
-    assert {label for (label,) in found["undrafted_steps"]} <= {"scheduler", "gate", "trimmed", "no draft", "limits"}
+    labels = {metric.name: metric.labels for metric in TABLE}
+    [rows] = llm.collective_rpc("specplugins_steps")
+    steps: dict[str, Series] = {}
+    for row in rows:
+        steps.setdefault(row["metric"], {})[tuple(row[label] for label in labels[row["metric"]])] = row["total"]
+    for name in steps.keys() - {"shape_time_seconds"}:
+        assert found[name] == {series: total for series, total in steps[name].items() if total}, name
+    num_steps, undrafted = (sum(found[name].values()) for name in ("shape_steps", "undrafted_steps"))
+    assert num_steps > 10
+    assert undrafted == sum(num for series, num in found["shape_steps"].items() if series[2] == "0")
+    assert {reason for (reason,) in found["undrafted_steps"]} <= {"scheduler", "gate", "trimmed", "no draft", "limits"}
     emitted = sum(found["steps"].values()) + sum(found["num_accepted_tokens"].values())
     assert 0 < sum(found["shape_tokens"].values()) <= 2 * emitted
-    assert all(0 <= shape["draft_seconds"] <= shape["seconds"] < 60 for shape in shapes.values())
+    for series, seconds in steps["shape_time_seconds"].items():
+        assert 0 <= steps["shape_draft_time_seconds"][series] < seconds < 60
     graphs = {labels[3] for labels in found["shape_steps"]}
     assert graphs == {"unknown"} if RUNNER == "v1" else graphs <= {"full", "piecewise", "none"}
 

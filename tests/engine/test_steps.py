@@ -8,7 +8,7 @@ import pytest
 from conftest import RUNNER
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.metrics.steps import DRAFTING, StepTotals, StepWatch
+from vllm_specplugins.engine.metrics.steps import BURST, DRAFTING, StepTotals, StepWatch
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -47,15 +47,21 @@ def test_a_step_is_recorded() -> None:
     watch.pause()
     now[0] = 90.0
     watch.add(step([3, 4], [107, 1202]), outcome(2, "FULL"), [1, 1])
+    assert watch.taken() == []
+    watch.pause()
     totals.add(watch.taken())
     totals.add(watch.taken())
     assert observed == [("shape_time_seconds\t4\t2048\t4", 0.5), ("shape_time_seconds\t4\t2048\t4", 0.25)]
-    [shape] = totals.as_dict()["shapes"]
-    assert shape == {
-        "batch": "4", "context": "2048", "draft_tokens": "4", "steps": {"full": 2, "none": 1}, "seconds": 0.75,
-        "draft_seconds": 0.125, "tokens": 11, "first_rejections": {"2": 1, "none": 1, "0": 3},
-    }  # fmt: skip
-    assert dict(totals.counts())["shape_first_rejections\t4\t2048\t4\t0"] == 3
+    shape = {"batch": "4", "context": "2048", "draft_tokens": "4"}
+    expected = [
+        ("shape_time_seconds", 0.75, {}), ("shape_draft_time_seconds", 0.125, {}), ("shape_tokens", 11, {}),
+        *(("shape_steps", num, {"graph": graph}) for graph, num in (("full", 2), ("none", 1))),
+        *(("shape_first_rejections", num, {"position": at}) for at, num in (("2", 1), ("none", 1), ("0", 3))),
+    ]  # fmt: skip
+    rows = totals.rows()
+    assert len(rows) == len(expected)
+    for name, total, more in expected:
+        assert {"metric": name, **shape, **more, "total": total} in rows
 
 
 @pytest.mark.parametrize(
@@ -74,18 +80,20 @@ def test_why_there_is_no_draft(lengths: Any, chosen: Any, verified: Any, before:
     watch, totals = StepWatch(), StepTotals(lambda *_: None)
     watch.add(step([1], [9]), outcome(1, **{DRAFTING: (0.0, before)}), [1])
     watch.add(step(lengths, [9, 9]), outcome(2), [1, 1], chosen, verified)
+    watch.pause()
     totals.add(watch.taken())
-    assert totals.as_dict()["undrafted"] == ({} if reason is None else {reason: 1})
-    keys = [shape["draft_tokens"] for shape in totals.as_dict()["shapes"]]
-    assert ("0" in keys) == (reason is not None)
+    reasons = {row["reason"]: row["total"] for row in totals.rows() if row["metric"] == "undrafted_steps"}
+    assert reasons == ({} if reason is None else {reason: 1})
+    assert ("0" in {row.get("draft_tokens") for row in totals.rows()}) == (reason is not None)
 
 
 def test_a_failure_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
     """Kills: an engine that ends since a step cannot be recorded; a line in the log for every step."""
     watch = StepWatch()
-    for _ in range(2):
+    for _ in range(3 * BURST):
         watch.add(SimpleNamespace(), outcome(1), [1])
-    assert watch.taken() == [] and len(caplog.records) == 1
+        assert watch.taken() == []
+    assert len(caplog.records) == 1
 
 
 class Even:

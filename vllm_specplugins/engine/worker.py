@@ -115,9 +115,9 @@ class _WithProposer:
         self._barrier.totals()  # begins to copy the device's counts
         return asdict(self._barrier.net_totals())
 
-    def specplugins_steps(self) -> dict[str, Any]:
+    def specplugins_steps(self) -> list[dict[str, Any]]:
         """Decoding steps by shape, and those without a draft by reason (metrics/steps.py), for `LLM.collective_rpc`."""
-        return self._reporter.steps.as_dict()
+        return self._reporter.steps.rows()
 
     def specplugins_paused(self, ms: float) -> None:
         """Subtracts a pause of the engine from the step times of a gate, for `LLM.collective_rpc`."""

@@ -7,7 +7,7 @@ from functools import cache
 
 PREFIX = "vllm:specplugins_"  # vLLM's `get_metrics()` and clean-up select metrics by "vllm:"
 LABELS = ("model_name", "engine", "method")
-SHAPE = ("batch", "context", "draft_tokens")  # of a step, in buckets of steps.py
+SHAPE = ("batch", "context", "draft_tokens")  # of a step, in buckets (steps.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class Reporter:
         for name, stage in stages_of(self._barrier.proposer, self.method):
             for metric_name, labels, value in stage.series() if is_ours(stage, "series") else ():
                 yield key(metric_name, name, *labels), value
-        yield from self.steps.counts()
+        yield from self.steps.counts.items()
         for part, seconds in self._barrier.budget.costs().items() if self._barrier.budget else ():
             yield key("step_cost_seconds", part), seconds
 
