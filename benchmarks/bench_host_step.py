@@ -220,7 +220,7 @@ def _record_nothing() -> None:
     from vllm_specplugins.engine.metrics.steps import StepTotals, StepWatch
 
     for owner, name, result in (
-        (StepWatch, "add", None), (StepWatch, "taken", ()), (StepTotals, "add", None), (Reporter, "note", None),
+        (StepWatch, "add", None), (StepWatch, "taken", {}), (StepTotals, "add", None), (Reporter, "note", None),
     ):  # fmt: skip
         setattr(owner, name, lambda *arguments, result=result: result)
 

@@ -47,7 +47,7 @@ def test_a_step_is_recorded() -> None:
     watch.pause()
     now[0] = 90.0
     watch.add(step([3, 4], [107, 1202]), outcome(2, "FULL"), [1, 1])
-    assert watch.taken() == []
+    assert watch.taken() == {}
     watch.pause()
     totals.add(watch.taken())
     totals.add(watch.taken())
@@ -92,7 +92,7 @@ def test_a_failure_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
     watch = StepWatch()
     for _ in range(3 * BURST):
         watch.add(SimpleNamespace(), outcome(1), [1])
-        assert watch.taken() == []
+        assert watch.taken() == {}
     assert len(caplog.records) == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
-from vllm_specplugins.engine.metrics.steps import RECORDS, StepWatch
+from vllm_specplugins.engine.metrics.steps import STEPS, StepWatch
 
 EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by position
 VERIFIED = "specplugins_num_verified"  # attribute of ModelRunnerOutput: verified draft tokens, if drafts were trimmed
@@ -92,7 +92,7 @@ class CountsEmitted:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         self._sent = self._emitted
         setattr(scheduler_output, EMITTED, self._sent)
-        setattr(scheduler_output, RECORDS, self._watch.taken())
+        setattr(scheduler_output, STEPS, self._watch.taken())
 
     def has_finished_requests(self) -> bool:
         """Also true until the worker has the last totals, which take an empty step if scheduling is asynchronous."""

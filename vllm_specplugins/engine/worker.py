@@ -12,7 +12,7 @@ from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.emitted import EMITTED
 from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
-from vllm_specplugins.engine.metrics.steps import RECORDS
+from vllm_specplugins.engine.metrics.steps import STEPS
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import behind_gate, build_proposer, forces_tokens
 
@@ -72,7 +72,7 @@ class _WithProposer:
         if is_idle:
             self._barrier.totals()  # begins to copy the device's counts
             self._barrier.settle()
-        self._reporter.steps.add(getattr(scheduler_output, RECORDS, ()))
+        self._reporter.steps.add(getattr(scheduler_output, STEPS, {}))
         if scheduler_output.finished_req_ids:
             self._reporter.forget(scheduler_output.finished_req_ids)
         if output is None or not is_idle or not self._reports:

@@ -1,27 +1,27 @@
 """Steps that only decode, by shape: the number of requests, their mean context and the longest draft, in buckets.
 
-The scheduler knows a step's outcome, and the worker exports metrics. `StepWatch` makes a `StepRecord` of each step in
-the scheduler, and the next step carries it to the worker's `StepTotals`. The time of a step ends when its outcome
-arrives and begins with the one before; it contains the drafting for the next step.
+The scheduler knows a step's outcome, and the worker exports metrics. `StepWatch` counts steps in the scheduler, and now
+and then a step carries the counts to the worker's `StepTotals`. The time of a step ends when its outcome arrives and
+begins with the one before; it contains the drafting for the next step.
 """
 
 import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from math import isnan, nan
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_specplugins.engine.metrics.names import SEPARATOR, TABLE, key
 
 logger = logging.getLogger("vllm.specplugins")
 
-RECORDS = "specplugins_steps"  # attribute of SchedulerOutput: StepRecords that the worker has not seen
+STEPS = "specplugins_steps"  # attribute of SchedulerOutput: counts that the worker has not seen
 DRAFTING = "specplugins_drafting"  # attribute of ModelRunnerOutput: seconds on the host; why the next step has no draft
 MORE, WHOLE = "more", "none"  # labels: above the last bound; no token of the draft was rejected
 BOUNDS = ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), (0, 1, 2, 4, 8, 16, 32, 64))  # of a shape's labels
-BURST = 16  # steps that are recorded together
+BURST = 16  # steps that are counted together
 _UNKNOWN = 0.0, None
 _LABELS = tuple((*map(str, bounds), MORE) for bounds in BOUNDS)
 
@@ -35,30 +35,15 @@ def shape_of(*sizes: float) -> tuple[str, ...]:
     return tuple(labels[bisect_left(bounds, size)] for bounds, labels, size in zip(BOUNDS, _LABELS, sizes, strict=True))
 
 
-class StepRecord(NamedTuple):
-    """A step. `seconds` is nan if the engine waited before it. `first_rejections` counts requests by position, in
-    powers of two; `reason` says why no draft was verified."""
-
-    shape: tuple[str, ...]
-    graph: str
-    seconds: float
-    draft_seconds: float
-    num_tokens: int
-    first_rejections: dict[str, int]
-    reason: str | None
-
-
 class StepWatch:
-    """Records steps, many at a time: code that runs once a step finds no warm cache. A failure ends the records, and
-    reaches no request."""
+    """Counts steps, many at a time: code that runs once a step has no warm cache. A failure ends the counts and reaches
+    no request."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter):
         self._clock, self._at, self._reason, self._has_failed = clock, nan, None, False
         self._steps: list[Any] = []  # when each outcome arrived, and `add`'s arguments; None: then there was no request
 
-    def add(
-        self, scheduled: Any, output: Any, num_sampled: list[int], chosen: Any = None, verified: Any = None
-    ) -> None:
+    def add(self, scheduled: Any, output: Any, num_sampled: Any, chosen: Any = None, verified: Any = None) -> None:
         """Adds a step, with the sampled tokens of each row, the draft length that the scheduler chose for it, and its
         verified draft tokens if drafts were trimmed."""
         drafting = getattr(output, DRAFTING, _UNKNOWN)
@@ -69,21 +54,22 @@ class StepWatch:
         """Stops the clock while there are no requests."""
         self._steps.append(None)
 
-    def taken(self) -> list[StepRecord]:
-        """The records since the last ones, if there are enough or no request is left."""
-        steps = self._steps
+    def taken(self) -> Mapping[str, Any]:
+        """Increments and lists of seconds since the last ones, by series; none until there are many, or no request."""
+        steps, counts, times = self._steps, defaultdict[str, float](float), defaultdict[str, list[float]](list)
         if not steps or (len(steps) < BURST and steps[-1] is not None):
-            return []
+            return {}
         self._steps = []
         try:
-            return [] if self._has_failed else [record for step in steps for record in self._records(step)]
+            for step in steps * (not self._has_failed):
+                self._count(step, counts, times)
         except Exception:
             self._has_failed = True
-            logger.exception("Steps are not recorded any more; requests go on.")
-            return []
+            logger.exception("Steps are not counted any more; requests go on.")
+        return {**counts, **times}
 
-    def _records(self, step: Any) -> Iterator[StepRecord]:
-        """The record of a step, or none of one that reads prompts."""
+    def _count(self, step: Any, counts: dict[str, float], times: dict[str, list[float]]) -> None:
+        """Counts a step, unless it reads prompts."""
         if step is None:
             self._at = nan
             return
@@ -100,23 +86,21 @@ class StepWatch:
             reason = "trimmed" if verified == 0 else None
         cached_request_data = scheduled.scheduled_cached_reqs
         context = sum(cached_request_data.num_computed_tokens) / num_reqs
-        yield StepRecord(
-            shape_of(num_reqs, context, 0 if reason else max(lengths)),
-            cuda_graph_stat.runtime_mode.rpartition(".")[2].lower() if cuda_graph_stat else "unknown",
-            now - before,
-            draft_seconds,
-            sum(num_sampled),
-            {} if reason else _first_rejections(lengths, map(index.__getitem__, drafts), num_sampled),
-            reason,
-        )
-
-
-def _first_rejections(lengths: list[int], rows: Iterable[int], num_sampled: list[int]) -> dict[str, int]:
-    counts = Counter[str]()
-    for (length, sampled), num in Counter(zip(lengths, map(num_sampled.__getitem__, rows), strict=True)).items():
-        accepted = max(0, sampled - 1)
-        counts[WHOLE if accepted >= length else str(1 << accepted.bit_length() >> 1)] += num
-    return dict(counts)
+        shape = shape_of(num_reqs, context, 0 if reason else max(lengths))
+        graph = cuda_graph_stat.runtime_mode.rpartition(".")[2].lower() if cuda_graph_stat else "unknown"
+        counts[key("shape_steps", *shape, graph)] += 1
+        counts[key("shape_tokens", *shape)] += sum(num_sampled)
+        if not isnan(now - before):
+            counts[key("shape_draft_time_seconds", *shape)] += draft_seconds
+            times[key("shape_time_seconds", *shape)].append(now - before)
+        if reason is not None:
+            counts[key("undrafted_steps", reason)] += 1
+            return
+        sampled = map(num_sampled.__getitem__, map(index.__getitem__, drafts))
+        for (length, emitted), num in Counter(zip(lengths, sampled, strict=True)).items():
+            accepted = max(0, emitted - 1)
+            position = WHOLE if accepted >= length else 1 << accepted.bit_length() >> 1
+            counts[key("shape_first_rejections", *shape, position)] += num
 
 
 class StepTotals:
@@ -126,19 +110,15 @@ class StepTotals:
         self._observe = observe
         self.counts, self._seconds = defaultdict[str, float](float), defaultdict[str, float](float)
 
-    def add(self, records: Iterable[StepRecord]) -> None:
-        for record in records:
-            shape = record.shape
-            self.counts[key("shape_steps", *shape, record.graph)] += 1
-            self.counts[key("shape_tokens", *shape)] += record.num_tokens
-            for position, num in record.first_rejections.items():
-                self.counts[key("shape_first_rejections", *shape, position)] += num
-            if record.reason is not None:
-                self.counts[key("undrafted_steps", record.reason)] += 1
-            if not isnan(record.seconds):
-                self.counts[key("shape_draft_time_seconds", *shape)] += record.draft_seconds
-                self._seconds[series := key("shape_time_seconds", *shape)] += record.seconds
-                self._observe(series, record.seconds)
+    def add(self, more: Mapping[str, Any]) -> None:
+        """Adds what a StepWatch counted."""
+        for series, value in more.items():
+            if not isinstance(value, list):
+                self.counts[series] += value
+                continue
+            self._seconds[series] += sum(value)
+            for seconds in value:
+                self._observe(series, seconds)
 
     def rows(self) -> list[dict[str, Any]]:
         """A dictionary for each series: its metric, its labels and its total."""
