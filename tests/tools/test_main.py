@@ -213,9 +213,7 @@ finally:
 
 
 def test_names_of_vllm() -> None:
-    """Both names of a flag mean the same. Kills: a flag of 0.1.0 that is gone before its version; one that fills another
-    field.
-    """
+    """Both names of a flag mean the same. Kills: a flag that is gone too early; one that fills another field."""
     arguments = {"--batch": "2,4", "--data": "a.jsonl", "--json": "b.json", "--prompts": "6", "--tokens": "7"}
     assert arguments.keys() == VLLM_NAMES.keys()
     ours = parser().parse_args(["bench", *(word for pair in arguments.items() for word in pair)])
