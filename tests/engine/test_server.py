@@ -77,6 +77,22 @@ def test_options_of_requests(client: openai.OpenAI) -> None:
     assert complete(client, prompts[0]) == plain[0]
 
 
+def test_flat_options(client: openai.OpenAI) -> None:
+    """Kills: flat keys that do not arrive, or a bad one that does not answer 400."""
+    prompt = mixed_prompts(str(DEMO_MODEL), 1)[0]
+
+    def ask(**options: Any) -> Any:
+        extra = {"vllm_xargs": {f"specplugins.{name}": value for name, value in options.items()}}
+        return client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0, extra_body=extra)
+
+    off, plain = ask(enabled=False, max_draft=2), ask()
+    assert off.choices[0].text == plain.choices[0].text
+    drafted = [answer.model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in (off, plain)]
+    assert drafted[0] == 0 < drafted[1]
+    with pytest.raises(openai.BadRequestError, match="max_draft must be an integer from 0 to 64, not 65"):
+        ask(max_draft=65)
+
+
 def test_hostile_options(client: openai.OpenAI) -> None:
     """While one client sends the worst, the tokens of others stay what they were and their drafts go on. Kills: a text
     that is tokenised in the engine (three faults, and nobody is drafted for any more), a missing bound, a
