@@ -12,6 +12,7 @@ keeps what was trained.
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -22,12 +23,14 @@ from typing import Any
 import torch
 
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
-from vllm_specplugins.tools.bench.library import is_held_out, library_files
 from vllm_specplugins.tools.data import rows_of
 from vllm_specplugins.tools.training.core import train
 from vllm_specplugins.tools.training.kinds import JumpSettings
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "demo"))
+from library import is_held_out, library_files  # noqa: E402
+
 MODEL = ROOT / "examples" / "demo" / "model"
 K, ROW_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS, BATCH = 3, 256, 64, 96, 8
 BUSY_S = 15.0  # and as long idle
@@ -43,9 +46,16 @@ def texts(kind: str) -> list[str]:
     return [*topics.values(), *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
 
 
+def rows_of_kind(kind: str, num_tokens: int) -> Rows:
+    tokenizer = load_tokenizer(str(MODEL))
+    return rows_of(
+        (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts(kind)), tokenizer, num_tokens
+    )
+
+
 def trained(folder: Path, kind: str, seconds: float) -> Path:
     """A jump trained on text of a kind for so long."""
-    rows = rows_of(texts(kind), load_tokenizer(str(MODEL)), ROW_TOKENS)
+    rows = rows_of_kind(kind, ROW_TOKENS)
     base = BaseModel.load(str(MODEL), "cpu")
     make = partial(
         JumpSettings, model=str(MODEL), batch_tokens=2048, row_tokens=ROW_TOKENS, learning_rate=1e-3, seed=0,
@@ -64,8 +74,8 @@ def trained(folder: Path, kind: str, seconds: float) -> Path:
 
 def prompts(seed: int) -> Iterator[Any]:
     """Prompts of code, forever."""
-    tokenizer, order = load_tokenizer(str(MODEL)), torch.Generator().manual_seed(seed)
-    rows = [row for row in rows_of(texts("code"), tokenizer, PROMPT_TOKENS) if len(row) == PROMPT_TOKENS]
+    order = torch.Generator().manual_seed(seed)
+    rows = [row for row in rows_of_kind("code", PROMPT_TOKENS) if len(row) == PROMPT_TOKENS]
     return cycle({"prompt_token_ids": rows[i]} for i in torch.randperm(len(rows), generator=order).tolist())
 
 

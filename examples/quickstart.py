@@ -85,7 +85,7 @@ def a_model() -> Path:
 def run(args: Namespace) -> int:
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     configs, tokenizer = pick_methods([METHOD]), load_tokenizer(args.model)
-    tasks = [make_workload(name, tokenizer, 8, 256) for name in TASKS]
+    tasks = [make_workload(name, tokenizer, 8) for name in TASKS]
     arguments = engine_arguments(args, len(configs), tasks)
     with progress() as bars:
         bar = bars.add_task("", total=None)

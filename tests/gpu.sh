@@ -99,8 +99,9 @@ part "Graph smoke" 480 "${pytest[@]}" tests/engine/test_graph_smoke.py
 model=${MODEL:-gpu-report-model}
 [[ -d $model ]] || part "Model to measure" 240 examples/demo/widen.py examples/demo/model "$model" --hidden-factor 16 \
     --intermediate 14336 --depth-factor 2 --device cuda --unchecked
-for config in null "$lookup" "$ngram: 5}" "$ngram: 31}" "$cascade" "$exit"; do
-    part "Steps: $config" 240 tests/gpu/steps.py "$config" --model "$model" --plain "$report.json"
+for workload in edit chat; do
+    part "Speed: $workload" 900 -m vllm_specplugins bench --model "$model" --workloads $workload --batch 1,8,32,64 \
+        --temperature 0,0.7 --rounds 3 --tokens 256 --methods "$lookup" "$ngram: 5}" "$ngram: 31}" "$cascade" "$exit"
 done
 forced=(420 tests/gpu/forced_trace.py --shape llama-3.1-8b --folder "$report.models" ${LOG:+--log "$LOG"})
 part "Forced trace: llama-3.1-8b" "${forced[@]}"

@@ -119,7 +119,7 @@ def _train_look_ahead(add: Add) -> None:
 
 def _training(add: Add) -> None:
     _model(add)
-    add("--data", DATA, Path, [], "Python's standard library", nargs="+")
+    add("--data", DATA, Path, nargs="+", required=True)
     add("--out", "folder of the part; an interrupted run goes on there", Path, required=True)
     add("--steps", "optimizer steps", count, 1000)
     add("--batch-tokens", "tokens per step", whole(16, 10_000_000), 4096)
@@ -203,9 +203,8 @@ def _bench(add: Add) -> None:
     methods = "ngram,prompt_lookup,cascade"
     words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like"
     add("--methods", words, default=[methods], shown=methods, nargs="+", metavar="METHOD")
-    names = "edit, summary, maths, chat, retrieval, translation, extraction, agent, code, copy, random, and repeat"
-    words = f"{names}, which asks the same in each round"
-    add("--workloads", words, listed(str.strip), shown="the first four, without --data")
+    names = "edit, summary, maths, chat, retrieval, translation, extraction, agent"
+    add("--workloads", names, listed(str.strip), shown="the first four, without --data")
     add("--data", DATA, Path, [], "none", nargs="+")
     add("--batch", "requests at a time, as in 1,4", listed(whole(1, 4096)), [1], "1")
     add("--temperature", "as in 0,0.8", listed(temperature), [0.0], "0")
@@ -242,12 +241,9 @@ def _replay(add: Add) -> None:
     add("--max-output", "leave out requests with more tokens of output", count)
     words = "also play a drafter with accepted lengths in the log, its ms of a draft, and K: eagle3:2.14:5"
     add("--drafter", words, metavar="NAME:MS[:MS_A_TOKEN]:K")
-    words = "step times: those published of llama-2-7b or llama-3.1-8b on an H100, or a file that `bench --json` wrote"
+    published = "those published of llama-2-7b or llama-3.1-8b on an H100"
+    words = f"step times: {published}, MS:MS_A_TOKEN, or a file that `bench --json` wrote"
     add("--costs", words, default="llama-2-7b", metavar="COSTS")
-    add("--step-ms", "instead, the time of a step without drafts, and with it --token-ms", positive)
-    add("--token-ms", "time that one more token to verify adds to it", positive)
-    add("--context-us", "time that a token of context adds to it", positive, 0.0)
-    add("--verify-ms", "time that verifying any draft adds to it", positive, 0.0)
     add("--draft-us", "of drafting, by request and step", positive, shown="measured here")
     _files(add)
 
@@ -255,7 +251,7 @@ def _replay(add: Add) -> None:
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--rounds", "that are measured, after one", whole(1, 1000), rounds)
     add("--prompts", "in a round, or as many as are asked at a time if that is more", layer, prompts)
-    words = "of prompts that are cut or generated; a shorter file is one prompt"
+    words = "of prompts that are cut from texts; a shorter file is one prompt"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
     shown = str(tokens or "64, and with --trace that of the log")
     add("--tokens", "length limit of an output", whole(2, 100_000), tokens, shown)

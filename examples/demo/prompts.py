@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
+from library import edit_prompt, is_held_out, library_files, snippets
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

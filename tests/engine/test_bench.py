@@ -15,17 +15,27 @@ from vllm_specplugins.engine.harness.traffic import Traffic, Turn
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.command import rounds_of
 from vllm_specplugins.tools.bench.figures import Cell
-from vllm_specplugins.tools.bench.workloads import make_workload
+from vllm_specplugins.tools.bench.workloads import read_workloads
 from vllm_specplugins.tools.picker import NAMED
 
+HELD_OUT = Path(DEMO_MODEL).parent / "heldout.jsonl"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="one runner is enough for its arithmetic")]
+
+
+def edits(folder: Path) -> Path:
+    """A file of prompts of which the demo model copies most."""
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    texts = sorted((row["text"] for row in rows if row["kind"] == "edit"), key=len)
+    file = folder / "edits.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return file
 
 
 def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
     """Kills: an engine that does not start from here, metrics of another name, a clock that runs while others serve,
     requests that are not served together, outputs in another order than their prompts.
     """
-    options = "--workloads copy --batch 1,3 --prompts 3 --tokens 32 --rounds 2 --prompt-tokens 128"
+    options = f"--data {edits(tmp_path)} --batch 1,3 --prompts 3 --tokens 32 --rounds 2"
     method = json.dumps({"method": "prompt_lookup", "gate": "off"})  # drafts hardly pay on so small a model
     command = [sys.executable, "-m", "vllm_specplugins", "bench", "--model", DEMO_MODEL, *options.split()]
     command += ["--methods", method]
@@ -67,8 +77,8 @@ def test_a_round_is_a_first_reading(method: str, tmp_path: Path) -> None:
     rounds, and the same prompts in another cell, were served before. Kills: prompts asked in two rounds of which the
     second replays the first's outputs; a tenant that cells share.
     """
-    workload = make_workload("copy", load_tokenizer(str(DEMO_MODEL)), 48, 128)
-    args = argparse.Namespace(prompts=12, rounds=3, tokens=48, ignore_eos=False)
+    [workload] = read_workloads(edits(tmp_path), load_tokenizer(str(DEMO_MODEL)), 28, 0)
+    args = argparse.Namespace(prompts=7, rounds=3, tokens=48, ignore_eos=False)
     cells = [rounds_of(args, workload, Cell(name, batch, 0.0), {}) for name, batch in (("copy", 4), ("copy", 1))]
     arguments = {"model": str(DEMO_MODEL), "max_model_len": 512, "max_num_seqs": 4}
 

@@ -1,5 +1,6 @@
 """A tiny Llama with the demo model's tokenizer, text for it, and engines that are made up."""
 
+import json
 import os
 import random
 import shutil
@@ -89,6 +90,15 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     enough = SimpleNamespace(available=64 << 30, total=64 << 30)
     monkeypatch.setattr("psutil.virtual_memory", lambda: enough)
     return made_up
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of 32 random tokens."""
+    file, rng = tmp_path_factory.mktemp("prompts") / "made.jsonl", random.Random(0)
+    rows = [{"prompt": rng.choices(range(3, 3072), k=32)} for _ in range(64)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 @pytest.fixture(scope="session")

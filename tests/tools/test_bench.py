@@ -51,14 +51,15 @@ def engines(made_up: Any) -> Any:
 
 
 @pytest.fixture
-def run(tiny_model: Path, engines: Any, capsys: pytest.CaptureFixture[str]) -> Run:
+def asked(tiny_model: Path, prompts_file: Path) -> list[str]:
+    return ["bench", "--model", str(tiny_model), "--methods", "prompt_lookup", "--data", str(prompts_file)]
+
+
+@pytest.fixture
+def run(asked: list[str], engines: Any, capsys: pytest.CaptureFixture[str]) -> Run:
     """run(options): the exit status, and what was printed."""
-    few = ("--methods", "prompt_lookup", "--workloads", "random", "--prompts", "2", "--tokens", "31", "--rounds", "4")
-
-    def run(*options: str) -> tuple[int, str]:
-        return main(["bench", "--model", str(tiny_model), *few, *options]), " ".join(capsys.readouterr().out.split())
-
-    return run
+    few = "--prompts", "2", "--tokens", "31", "--rounds", "4"
+    return lambda *options: (main([*asked, *few, *options]), " ".join(capsys.readouterr().out.split()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines share a GPU's memory")
@@ -75,7 +76,7 @@ def test_little_memory(gib: int, in_turns: bool, run: Run, engines: Any, monkeyp
     assert "1.45x" in output
 
 
-def test_figures(tiny_model: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures(asked: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: a step of 3 tokens takes 20 ms where 3 steps take 30 ms. Kills: the first token counted as a step, the
     round that warms up counted, ratios of other rounds' times, a range that is not the rounds' own, lines of more than
     100 columns, step times of one method alone.
@@ -98,7 +99,7 @@ def test_figures(tiny_model: Path, run: Run, tmp_path: Path, capsys: pytest.Capt
     assert "decodes" not in output
     picture = (tmp_path / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and int.from_bytes(picture[16:20], "big") < 700  # of one bar, pixels wide
-    assert main(["bench", "--model", str(tiny_model), "--methods", "prompt_lookup", "--workloads", "random"]) == 0
+    assert main(asked) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
@@ -168,24 +169,19 @@ def test_verdicts(name: str, run: Run, engines: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_rounds_are_strangers(run: Run, engines: Any) -> None:
-    """Kills: prompts, or a tenant, that two rounds share; rounds of `repeat` that do not; methods asked differently."""
-    status, output = run("--prompt-tokens", "32")
+    """Kills: prompts, or a tenant, that two rounds share; methods asked differently."""
+    status, output = run()
     rounds = engines.asked["prompt_lookup"]
     prompts = [tuple(prompt) for traffic in rounds for prompt in traffic.prompts]
     assert status == 0 and len(set(prompts)) == len(prompts) == 10 and len({traffic.salt for traffic in rounds}) == 5
     assert "an engine keeps its estimates" in output.lower() and engines.asked["none"] == rounds
-    engines.asked.clear()
-    status, output = run("--prompt-tokens", "32", "--workloads", "repeat")
-    rounds = engines.asked["prompt_lookup"]
-    assert status == 0 and len({traffic.salt for traffic in rounds}) == 1
-    assert len({tuple(prompt) for traffic in rounds for prompt in traffic.prompts}) == 2
-    assert "a method knows the outputs of earlier rounds" in output
 
 
-def test_all_cells(run: Run, tmp_path: Path) -> None:
+def test_all_cells(run: Run, prompts_file: Path, tmp_path: Path) -> None:
     """Kills: a cell that is left out, or served with too few requests for its batch."""
-    options = ["--workloads", "code,random", "--batch", "1,4", "--temperature", "0,1", "--rounds", "1"]
-    assert run(*options, "--prompt-tokens", "32", "--json", str(tmp_path / "a.json"))[0] == 0
+    (tmp_path / "again.jsonl").write_text(prompts_file.read_text())
+    options = ["--data", str(prompts_file), str(tmp_path / "again.jsonl"), "--batch", "1,4", "--temperature", "0,1"]
+    assert run(*options, "--rounds", "1", "--json", str(tmp_path / "a.json"))[0] == 0
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     cells = {(row["cell"]["workload"], row["cell"]["batch"], row["cell"]["temperature"]) for row in rows}
     assert len(cells) == 8 and len(rows) == 16
@@ -249,10 +245,10 @@ def test_logs_that_cannot_be_forced(words: str, tiny_model: Path, engines: Any, 
 
 
 def test_the_chat_model_is_the_default(
-    tiny_model: Path, engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asked: list[str], tiny_model: Path, engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Fails if another one is served, or if no sentence names the program that makes it where it is not there."""
-    asked = ["bench", "--methods", "prompt_lookup", "--workloads", "random", "--prompts", "2", "--rounds", "1"]
+    del asked[1:3]
     monkeypatch.setattr(command, "CHAT_MODEL", tmp_path / "chat")
     assert main(asked) == 2 and not engines.configs
     assert "`python examples/chat_model.py`" in (error := capsys.readouterr().err) and error.count("\n") == 1
@@ -268,24 +264,23 @@ REFUSED = {
     "--methods {": "--methods must be names or JSON, not '{'",
     '--methods {"method":"prompt_lookup","max_ngram":99}': "max_ngram must be an integer from 1 to 16",
     "--workloads prose": "--workloads must be of edit, summary, retrieval, translation, extraction, maths, chat, "
-    "agent, code, copy, random, repeat, not 'prose'",
+    "agent, not 'prose'",
     "--data nowhere.jsonl": "--data must be readable files, not nowhere.jsonl",
     "--data .": "--data must be readable files, not . (Is a directory)",
     "--model ./nowhere": "a folder with a config.json, not './nowhere'",
     "--batch 1,none": "--batch: must be an integer from 1 to 4096, not 'none'",
     "--temperature -1": "--temperature: must be numbers from 0 to 10, not '-1'",
-    "--tokens 500": "--tokens must be at most 256 after these prompts, not 500",
+    "--tokens 500": "--tokens must be at most 480 after these prompts, not 500",
     "--plot nowhere/a.png": "--plot must be a file in a folder that is there, not nowhere/a.png",
     "--engine-args []": "--engine-args: must be a JSON object, not '[]'",
 }
 
 
 @pytest.mark.parametrize("options", REFUSED)
-def test_refused(options: str, tiny_model: Path, engines: Any, capsys: Any) -> None:
+def test_refused(options: str, asked: list[str], engines: Any, capsys: Any) -> None:
     """Kills: a check that is left out, a traceback, an engine that is started first, another exit status."""
-    given = ["--model", str(tiny_model), "--methods", "prompt_lookup", "--workloads", "random", *options.split()]
     try:
-        status = main(["bench", *given])
+        status = main([*asked, *options.split()])
     except SystemExit as stop:
         status = int(stop.code or 0)
     error = capsys.readouterr().err

@@ -146,6 +146,7 @@ def test_costs_that_were_measured(tmp_path: Path) -> None:
     file.write_text(json.dumps(BENCHED))
     assert costs_of(str(file)).step_ms(1, 2) == pytest.approx(11.0) and costs_of("llama-2-7b") is H100
     assert CostTable({1: 1.0, 3: 3.0, 4: 2.0}).step_ms(1, 9) == pytest.approx(2.0)  # and not less
+    assert costs_of("10:0.5").step_ms(1, 4) == pytest.approx(12.0)
     for text in NO_COSTS:
         file.write_text(text)
         with pytest.raises(ConfigError, match="--costs must be llama-2-7b, llama-3"):
@@ -249,7 +250,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     data = "".join(json.dumps(row) + "\n" for _ in range(3)).encode()
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = ["--num-draft", "2,6", "--batch", "1,2", "--step-ms", "10", "--token-ms", "0.1", "--draft-us", "10"]
+    arguments = ["--num-draft", "2,6", "--batch", "1,2", "--costs", "10:0.1", "--draft-us", "10"]
     arguments += ["--methods", "prompt_lookup", "--json", str(out), "--plot", str(picture)]
     assert main(["replay", "--data", "-", "--tokenizer", str(DEMO_MODEL), *arguments]) == 0
     printed, found = capsys.readouterr().out, json.loads(out.read_text())
@@ -336,7 +337,7 @@ def test_larger_k_while_speed_rises(tmp_path: Path, capsys: Any) -> None:
     """Texts that are copied whole, and texts that are not. Kills: a ladder that ends at 12, one that goes on where
     nothing is gained, one that ends at the first step down."""
     rng = np.random.default_rng(0)
-    largest, costs = {}, ["--step-ms", "10", "--token-ms", "0.01", "--draft-us", "0"]
+    largest, costs = {}, ["--costs", "10:0.01", "--draft-us", "0"]
     for name, copies in (("copied", True), ("strange", False)):
         texts = [rng.integers(0, 30_000, 200).tolist() for _ in range(4)]
         others = texts if copies else [rng.integers(0, 30_000, 200).tolist() for _ in range(4)]

@@ -22,7 +22,7 @@ def main() -> None:
     from vllm_specplugins.tools.bench.workloads import make_workload
 
     task, out, model = sys.argv[1], Path(sys.argv[2]), str(chat_model())
-    prompts = make_workload(task, load_tokenizer(model), 8, 256).prompts
+    prompts = make_workload(task, load_tokenizer(model), 8).prompts
     llm = LLM(model, max_num_seqs=1, enable_prefix_caching=False, max_model_len=2048)
     limits = SamplingParams(temperature=0.0, max_tokens=TOKENS, detokenize=False)
     answers = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], limits)

@@ -5,7 +5,7 @@ import random
 import re
 from collections import Counter
 
-from vllm_specplugins.tools.bench.library import WORDS
+from library import WORDS
 
 
 def edited(text: str, rng: random.Random) -> tuple[str, str]:

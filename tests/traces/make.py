@@ -19,9 +19,8 @@ from pathlib import Path
 
 from agents import sessions
 from edits import edited
+from library import library_files
 from tokenizers import Tokenizer
-
-from vllm_specplugins.tools.bench.library import library_files
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 CODE_CHARACTERS = (1_500, 8_000)  # of a file that is edited

@@ -65,16 +65,12 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
     """All texts of the files as rows (rows_of). A conversation is its last answer, with all before it."""
     by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer, len(tokenizer)))}
-    return _cut(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
+    return rows_of(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
 
-def rows_of(texts: Iterable[str], tokenizer: Any, row_tokens: int) -> list[list[int]]:
+def rows_of(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[list[int]]:
     """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order; no row spans two texts, and each
     begins with the tokenizer's <bos>, if it has one."""
-    return _cut((tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts), tokenizer, row_tokens)
-
-
-def _cut(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[list[int]]:
     prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
     length = row_tokens - len(prefix)
     rows: list[list[int]] = []

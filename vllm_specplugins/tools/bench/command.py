@@ -80,7 +80,6 @@ def measure(
         "together": together,
         "arguments": arguments,
         "forced": bool(logs),
-        "keeps": [workload.name for workload in workloads if workload.repeats],
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
     }
     on_cpu = not torch.cuda.is_available()
@@ -100,7 +99,7 @@ def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: T
             max_tokens=[*map(len, log.outputs)] if log else args.tokens,
             at_a_time=cell.batch,
             ignore_eos=args.ignore_eos or log is not None,
-            salt=str(cell) if workload.repeats else f"{cell}, round {index}",
+            salt=f"{cell}, round {index}",
             arrivals=arrivals(cell, len(prompts), turns) if cell.rate else None,
             logged=range(len(prompts)) if log else None,
         )
@@ -118,11 +117,11 @@ def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The user's files, and the tasks and generated texts that the user names; DEFAULT without either."""
+    """The tasks that the user names, and the user's files; DEFAULT without either."""
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.data else DEFAULT)
-    generated = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
-    return generated + [its for file in args.data for its in read_workloads(file, tokenizer, count, args.prompt_tokens)]
+    tasks = [make_workload(name, tokenizer, count) for name in names]
+    return tasks + [its for file in args.data for its in read_workloads(file, tokenizer, count, args.prompt_tokens)]
 
 
 def num_prompts(args: argparse.Namespace) -> int:

@@ -58,8 +58,6 @@ class Report:
 
     def notes(self) -> Iterator[str]:
         yield FRESH
-        if names := self.conditions["keeps"]:
-            yield f"But in {', '.join(names)}: a method knows the outputs of earlier rounds."
         if names := self.conditions["short"]:
             yield f"{', '.join(names)} has fewer prompts than were asked for: rounds share them."
         yield from notes(self.rows, self.machine.dtype)

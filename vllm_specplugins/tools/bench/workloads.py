@@ -1,9 +1,8 @@
-"""The prompts of a benchmark: tasks of this package, text that is on every machine, the files of the user, or a log
-(`bench --trace`), the outputs of which all engines are forced to emit (engine/harness/forced.py)."""
+"""The prompts of a benchmark: tasks of this package, the files of the user, or a log (`bench --trace`), the outputs of
+which all engines are forced to emit (engine/harness/forced.py)."""
 
 import argparse
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,6 @@ from vllm_specplugins.engine.harness.traffic import Forced
 from vllm_specplugins.methods import runs_target
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.base_model import load_config
-from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
 from vllm_specplugins.tools.data import accepted_lengths, answered, rows_of, samples
 from vllm_specplugins.tools.picker import Config, is_ours
 
@@ -30,7 +28,6 @@ MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 class Workload:
     name: str
     prompts: list[list[int]]  # token ids
-    repeats: bool = False  # all rounds ask the same, and a method knows the outputs of earlier rounds
     log: Forced | None = None  # outputs that engines are forced to emit; all rounds ask all prompts
 
     def take(self, count: int, start: int = 0) -> list[list[int]]:
@@ -39,26 +36,20 @@ class Workload:
 
     def is_short(self, count: int) -> bool:
         """Whether some of `count` prompts repeat although they should not."""
-        return not (self.repeats or self.log) and len(self.prompts) < count
+        return not self.log and len(self.prompts) < count
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
-        """`count` prompts for each round: new ones, or the same in all rounds."""
+        """`count` new prompts for each round, or all of a log."""
         if self.log:
             return [self.prompts] * num_rounds
-        return [self.take(count, 0 if self.repeats else count * index) for index in range(num_rounds)]
+        return [self.take(count, count * index) for index in range(num_rounds)]
 
 
-def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Workload:
-    """A workload of TASKS (eight whole prompts) or GENERATED (prompts of `num_tokens`), the same on the same Python.
-    Raises ConfigError: no such workload, or too little text on this machine."""
-    if name not in GENERATED and name not in TASKS:
-        raise ConfigError(f"--workloads must be of {', '.join((*TASKS, *GENERATED))}, not {brief(name)}.")
-    if name in TASKS:
-        return next(task for task in read_workloads(PROMPTS, tokenizer, count, num_tokens) if task.name == name)
-    prompts = list(islice(GENERATED[name](tokenizer, num_tokens, random.Random(0)), count))
-    if not prompts:
-        raise ConfigError(f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens here.")
-    return Workload(name, prompts, repeats=name == REPEAT)
+def make_workload(name: str, tokenizer: Any, count: int) -> Workload:
+    """The first `count` prompts of one of TASKS; ConfigError for another name."""
+    if name not in TASKS:
+        raise ConfigError(f"--workloads must be of {', '.join(TASKS)}, not {brief(name)}.")
+    return next(task for task in read_workloads(PROMPTS, tokenizer, count, 0) if task.name == name)
 
 
 def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> list[Workload]:
@@ -67,8 +58,8 @@ def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> l
     by_task: dict[str, list[list[int]]] = {}
     for sample in samples([file], lambda: tokenizer, len(tokenizer)):
         prompts = by_task.setdefault(_task(sample.row) or file.stem, [])
-        is_text = isinstance(sample.row.get("text"), str) and not sample.prompt
-        asked = rows_of([sample.row["text"]], tokenizer, num_tokens) if is_text else [sample.prompt]
+        is_text = "text" in sample.row and not sample.prompt
+        asked = rows_of([sample.output or []], tokenizer, num_tokens) if is_text else [sample.prompt]
         prompts += [prompt for prompt in asked if prompt][: max(0, count - len(prompts))]
     workloads = [Workload(name, prompts) for name, prompts in by_task.items() if prompts]
     if not workloads:
@@ -83,41 +74,6 @@ def _task(row: Mapping[str, Any]) -> str | None:
         case {"turns": _, "category": str() as category}:
             return "mt_bench" if category in MT_BENCH else category
     return None
-
-
-def _code(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    texts = (tokenizer(text)["input_ids"] for text in _texts(rng, 20, 200))
-    return (ids[:num_tokens] for ids in texts if len(ids) > num_tokens)
-
-
-def _copy(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    texts = (tokenizer(edit_prompt(text, rng))["input_ids"] for text in _texts(rng, 10, 60))
-    return (ids for ids in texts if len(ids) <= 2 * num_tokens)
-
-
-def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    usual = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
-    while True:
-        yield rng.choices(usual, k=num_tokens)
-
-
-REPEAT = "repeat"  # the same requests in every round, as of agents that ask again
-GENERATED: dict[str, Callable[[Any, int, random.Random], Iterator[list[int]]]] = {
-    "code": _code,
-    "copy": _copy,
-    "random": _random,
-    REPEAT: _code,
-}
-
-
-def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:
-    """Functions and classes of held-out files, one of each file in turn."""
-    files = [list(snippets(text, min_lines, max_lines)) for source, text in library_files() if is_held_out(source)]
-    for texts in files:
-        rng.shuffle(texts)
-    rng.shuffle(files)
-    while any(files):
-        yield from [texts.pop() for texts in files if texts]
 
 
 def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> Workload:

@@ -1,5 +1,5 @@
 """The methods that a replay compares: proposers that read token ids alone, with and without a gate and with each K, and
-beside them rules of others and an oracle. A log may hold, for each number of output tokens, how many tokens of a
+beside them rules of others. A log may hold, for each number of output tokens, how many tokens of a
 drafter's draft the target would have accepted: the draft is that many tokens of the output, then wrong ones."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, PromptLookupConfig, brief
+from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.compiled import compiled
 from vllm_specplugins.methods import BUILT_IN, METHODS, behind_gate, build_proposer, drafters
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.plan import Conditions, make_plan
-from vllm_specplugins.proposers.prompt_lookup import PromptLookup
-from vllm_specplugins.structures.arrays import Ints
-from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage
 from vllm_specplugins.tools.picker import Config, is_ours, pick_methods
 from vllm_specplugins.tools.replay.data import Traffic, number_of
 
@@ -136,12 +133,6 @@ def rivals(drafter: Drafter | None) -> list[Candidate]:
     return rules
 
 
-def oracle(drafter: Drafter, traffic: Traffic, tokens_per_ms: float) -> Candidate:
-    """The oracle at a rate of the engine, which playing it measures."""
-    build = partial(Oracle, drafter, traffic, tokens_per_ms)
-    return Candidate("oracle of both", FIXED, LOOKUP_LENGTH, build, None, drafter)
-
-
 def _default() -> Iterator[str]:
     for name, method in METHODS.items():
         if not method.runs_target and method.reads_tokens_alone and name not in ("cascade", "custom"):
@@ -191,39 +182,3 @@ def match_end(tokens: Any, min_ngram: int, max_ngram: int) -> int:
         if longest == max_ngram:
             break
     return place
-
-
-class Oracle(Proposer):
-    """Drafts as many tokens as will be accepted: those of a lookup, or those of the drafter and of a lookup after them.
-    The drafter runs where its tokens bring more than the engine emits in its time, at its rate `tokens_per_ms`."""
-
-    def __init__(self, drafter: Drafter, traffic: Traffic, tokens_per_ms: float, context: ProposerContext):
-        self._drafter, self._traffic, self._rate = drafter, traffic, tokens_per_ms
-        self._lookup, self._width = PromptLookup(PromptLookupConfig(), context), context.max_num_draft
-        self.asked = False  # whether the drafter runs in this step
-
-    def propose(self, batch: DraftBatch) -> Draft:
-        assert batch.offer is not None
-        limits, truth = batch.max_num_draft.astype(np.int64), np.full((batch.num_reqs, self._width), -1, np.int32)
-        for row, name, text in zip(truth, batch.request_ids, batch.token_ids, strict=True):
-            rest = self._traffic.histories[number_of(name)][len(text) : len(text) + self._width]
-            row[: len(rest)] = rest
-        padding = (0, 0), (0, self._width - self._drafter.num_draft)
-        offered = of_stage(1, np.pad(batch.offer.token_ids, padding), limits * 0 + self._drafter.num_draft, limits)
-        looked_up = np.minimum(_right(self._lookup.draft(batch, None, limits), truth), limits)
-        begun = np.minimum(_right(offered, truth), limits)
-        offered = offered.cut(begun)
-        both = join(offered, self._lookup.draft(batch, offered, limits - begun))
-        longest = np.maximum(looked_up, np.minimum(_right(both, truth), limits))
-        saved_ms = self._drafter.step_ms(batch.num_reqs, True) - self._drafter.step_ms(batch.num_reqs, False)
-        self.asked = bool((longest - looked_up).sum() > self._rate * saved_ms)
-        return Draft(np.maximum(truth, 0), (longest if self.asked else looked_up).astype(np.int32))
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        self._lookup.forget(request_ids)
-
-
-def _right(drafts: DraftArrays, truth: Int32Array) -> Ints:
-    """[num_reqs]: how many tokens of each draft are the output's."""
-    right: Ints = ((drafts.token_ids == truth) & drafts.is_drafted).cumprod(axis=1).sum(axis=1)
-    return right

@@ -2,7 +2,7 @@
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
@@ -13,16 +13,7 @@ from rich.progress import Progress
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.replay.candidates import (
-    GATED,
-    LADDER,
-    Candidate,
-    Drafter,
-    beside,
-    candidates,
-    oracle,
-    rivals,
-)
+from vllm_specplugins.tools.replay.candidates import GATED, LADDER, Candidate, Drafter, beside, candidates, rivals
 from vllm_specplugins.tools.replay.costs import H100, HOST_SOURCE, LOOKUP, NO_SPECULATION, CostTable, Load, costs_of
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
 from vllm_specplugins.tools.replay.report import Row, compare, row_of, tell
@@ -31,12 +22,7 @@ from vllm_specplugins.tools.report import check_files
 
 
 def run(args: argparse.Namespace) -> int:
-    if (args.step_ms is None) != (args.token_ms is None):
-        raise ConfigError("--step-ms and --token-ms must be given together, not one alone.")
-    if args.step_ms is None:
-        costs = costs_of(args.costs)
-    else:
-        costs = CostTable.line(args.step_ms, args.token_ms, args.context_us / 1000, args.verify_ms)
+    costs = costs_of(args.costs)
     drafter = Drafter.parse(args.drafter) if args.drafter else None
     compared = candidates(args.methods, args.num_draft or LADDER) + ([beside(drafter)] if drafter else [])
     check_files(args)
@@ -96,7 +82,11 @@ def play(
 
     plain = {batch: simulate(traffic, None, 0, load(batch, NO_SPECULATION), advance=advance) for batch in args.batch}
     rows = [row_of(None, batch, totals, totals) for batch, totals in plain.items()]
-    others = {batch: _rivals(traffic, compared, load(batch, LOOKUP), plain[batch]) for batch in args.batch}
+    drafter = next((candidate.drafter for candidate in compared if candidate.drafter), None)
+    others = {
+        batch: {rival: _played(traffic, rival, load(batch, LOOKUP)) for rival in rivals(drafter)}
+        for batch in args.batch
+    }
     rows += [row_of(rival, batch, its, plain[batch]) for batch in args.batch for rival, its in others[batch].items()]
     for (method, policy), sizes in groupby(compared, lambda candidate: (candidate.method, candidate.policy)):
         gains: list[float] = []
@@ -122,16 +112,6 @@ def play(
 
 def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> Totals:
     return simulate(traffic, candidate.build, candidate.num_draft, load, drafter=candidate.drafter, **more)
-
-
-def _rivals(traffic: Traffic, compared: Sequence[Candidate], load: Load, plain: Totals) -> Mapping[Candidate, Totals]:
-    drafter = next((candidate.drafter for candidate in compared if candidate.drafter), None)
-    played = {rival: _played(traffic, rival, load) for rival in rivals(drafter)}
-    if drafter is not None:
-        first = _played(traffic, oracle(drafter, traffic, plain.tokens_per_ms), load)
-        last = oracle(drafter, traffic, first.tokens_per_ms)
-        played[last] = _played(traffic, last, load)
-    return played
 
 
 def is_past(gains: Sequence[float]) -> bool:

@@ -1,6 +1,7 @@
 """The time of a step: of a forward pass, by the tokens that it verifies, and of the host."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +19,24 @@ class CostTable:
     ms: Mapping[int, float]
     context_ms: float = 0.0  # for each token of context of each request: attention reads its keys and values
     source: str = ""  # of the figures
-    draft_ms: float = 0.0  # added to a step that verifies a draft
 
     @classmethod
-    def line(cls, step_ms: float, token_ms: float, context_ms: float = 0.0, draft_ms: float = 0.0) -> "CostTable":
-        """The time of one request's step, and of each draft token, each token of context and any draft.
+    def line(cls, step_ms: float, token_ms: float) -> "CostTable":
+        """The time of one request's step, and of each draft token.
 
         >>> CostTable.line(10.0, 0.5).step_ms(num_reqs=1, num_draft=4)
         12.0
         """
-        others = f", {context_ms:g} ms of context, and {draft_ms:g} ms for any" if context_ms or draft_ms else ""
-        source = f"{step_ms:g} ms, and {token_ms:g} ms for each draft token{others}"
-        return cls({1: step_ms, 2: step_ms + token_ms}, context_ms, source, draft_ms)
+        return cls(
+            {1: step_ms, 2: step_ms + token_ms}, source=f"{step_ms:g} ms, and {token_ms:g} ms for each draft token"
+        )
 
     def step_ms(self, num_reqs: int, num_draft: int = 0, num_context: int = 0) -> float:
         """ms of a step, by numbers of requests, of their draft tokens and of their tokens of context, in all."""
         tokens, ms = list(self.ms), list(self.ms.values())
         count, slope = num_reqs + num_draft, (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
         after = max(0.0, slope) * max(0, count - tokens[-1])
-        more = after + self.context_ms * num_context + self.draft_ms * (num_draft > 0)
-        return float(np.interp(count, tokens, ms)) + more
+        return float(np.interp(count, tokens, ms)) + after + self.context_ms * num_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +97,14 @@ COSTS = {"llama-2-7b": H100, "llama-3.1-8b": LLAMA_3_1_8B}
 
 
 def costs_of(name: str) -> CostTable:
-    """The costs with a name of COSTS, or those in a file that `bench --json` wrote; ConfigError for neither."""
+    """The costs with a name of COSTS, those of a line as in 10:0.5, or those in a file that `bench --json` wrote; else
+    ConfigError."""
     if name in COSTS:
         return COSTS[name]
-    allowed = f"--costs must be {', '.join(COSTS)}, or a file that bench --json wrote, with steps of two lengths"
+    allowed = f"--costs must be {', '.join(COSTS)}, MS:MS_A_TOKEN, or a file of bench --json, with steps of two lengths"
     try:
+        if line := re.fullmatch(r"([\d.]+):([\d.]+)", name):
+            return CostTable.line(float(line[1]), float(line[2]))
         bench = json.loads(Path(name).read_text())
         ms = {int(tokens): float(median) for tokens, median in bench["step_ms_by_tokens"].items()}
         source = f"{Path(bench['model']).name}, {bench['machine']['device']}: steps that bench measured"

@@ -205,9 +205,6 @@ class _Engine:
         start = time.thread_time()
         draft = self.barrier.propose(batch, feedback)
         self._proposing_ms = (time.thread_time() - start) * 1000
-        asked = getattr(self.barrier.proposer, "asked", None)  # of an oracle, which decides while it proposes
-        if self._drafter is not None and asked is not None:
-            self._drafter_ms = self._drafter.step_ms(batch.num_reqs, asked)
         return draft
 
     def _offered(

@@ -13,8 +13,7 @@ from rich.progress import Progress
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.structures.whole_file import BEGUN
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
-from vllm_specplugins.tools.bench.library import is_held_out, library_files
-from vllm_specplugins.tools.data import rows_of, token_rows
+from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import every_nth, make_folder
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import say, serve_with, show_table
@@ -24,7 +23,6 @@ from vllm_specplugins.tools.training.scores import Scores, scores, write_texts
 
 MAX_SCORED_ROWS = 64
 NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, where the part does not fix it
-LIBRARY_FILES = 300  # of the standard library
 MAX_PLACES = 4  # of a draft that are shown
 # A step with drafts takes 1.26 times as long with a jump and 1.49 with an exit, on an H100 with one request.
 LITTLE, ENOUGH = 1.1, 1.5
@@ -83,14 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
-    tokenizer = load_tokenizer(args.model)
     reading = bars.add_task("reading text", total=None)
-    if args.data:
-        rows = token_rows(args.data, tokenizer, args.row_tokens)
-    else:  # the standard library, without the text that `bench` asks
-        texts = [text for source, text in library_files() if not is_held_out(source)]
-        texts = [texts[index] for index in every_nth(len(texts), LIBRARY_FILES)]
-        rows = rows_of(texts, tokenizer, args.row_tokens)
+    rows = token_rows(args.data, load_tokenizer(args.model), args.row_tokens)
     bars.remove_task(reading)
     if len(rows) < 2:
         raise ConfigError(f"--data must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}.")
