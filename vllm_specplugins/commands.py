@@ -226,8 +226,7 @@ def _replay(add: Add) -> None:
 
     Example: python -m vllm_specplugins replay --data trace.jsonl --tokenizer MODEL --batch 1,32
     """
-    words = f'{DATA}; with "time" in seconds where requests came one after the other'
-    add("--data", words, Path, nargs="+", required=True)
+    add("--data", DATA, Path, nargs="+", required=True)
     _model(add, "--tokenizer", "; for text")
     words = "names, names with K, or values of --speculative-config"
     add("--methods", words, default=[], shown="all that can be played", nargs="+", metavar="METHOD")

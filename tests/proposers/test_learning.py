@@ -321,7 +321,7 @@ def make(tmp_path: Path) -> Callable[..., Learner]:
 
     def made(**config: Any) -> Learner:
         part = JumpHead.load(tmp_path / "head")
-        learner = Learner(part, LearnConfig(**config), str(tmp_path / "head"), served_end(), K)
+        learner = Learner(part, LearnConfig(**config), served_end(), K)
         learner._thread = threading.Thread(target=lambda: None)
         learner.begin(tuple)
         return learner
@@ -350,7 +350,7 @@ def test_weights_change_between_steps(make: Callable[..., Learner]) -> None:
 
 
 def test_saved_and_gone_on_from(make: Callable[..., Learner], tmp_path: Path) -> None:
-    """With a card. Kills: an engine that begins again with what it was given first, or rolls back to what was learned;
+    """Kills: an engine that begins again with what it was given first, or rolls back to what was learned;
     the weights of a roll back that are not saved."""
     folder = tmp_path / "learned"
     learner = make(path=str(folder))
@@ -360,7 +360,6 @@ def test_saved_and_gone_on_from(make: Callable[..., Learner], tmp_path: Path) ->
     learner.close()
     first = promote(learner, 0.5)
     learner.close()
-    assert "1.000 as it was, 2.000 now" in (folder / "README.md").read_text()
     again = make(path=str(folder))
     assert all(map(torch.equal, again._part.parameters(), first.parameters()))
     assert not torch.equal(again.trainer._loaded.mix.weight, first.mix.weight), "which a roll back goes to"
@@ -428,7 +427,7 @@ def test_two_that_save_to_one_folder(
     first.close()
     second._save()
     assert not torch.equal(make(path=str(folder))._part.mix.weight, part.mix.weight)
-    names = {".partial", ".files.link.partial", "mine", "README.md", JumpHead.file, "config.json"}
+    names = {".partial", ".files.link.partial", "mine", JumpHead.file, "config.json"}
     assert {path.name for path in folder.iterdir()} == names and (precious / "file").read_text() == "mine"
 
 

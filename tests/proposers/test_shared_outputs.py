@@ -153,26 +153,6 @@ def test_garbage(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> 
     assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
 
 
-def test_large_text(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> None:
-    """What somebody else publishes past the bound is dropped on the server, and no engine reads it; what comes after
-    it is fetched.
-
-    Kills: a read without a look at the size.
-    """
-    own = replica()
-    serve(own, "a", TEXT, 20)
-    wait_for(lambda: own.store_stats()["published"] == 1)
-    connection = redis.Redis.from_url(server.connection_url)
-    [key] = connection.keys()
-    for _ in range(3):
-        connection.xadd(key, {FIELD: b"x" * (1 << 25), ORIGIN: b"them"})
-        connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT)), ORIGIN: b"them"})
-        wait_for(lambda: connection.memory_usage(key, samples=0) < 1 << 20)
-    connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT)), ORIGIN: b"them"})
-    fetched(own, 1)
-    assert connection.info("stats")["total_net_output_bytes"] < 1 << 20
-
-
 def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens go through, the server's memory stays within its bound, and so does what waits for an engine
     that takes nothing; texts expire.
@@ -200,27 +180,6 @@ def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for(lambda: connection.dbsize() == 0)
     for own in (reader, writer):
         own.close()
-
-
-@pytest.mark.parametrize("place", [f"{2**64 - 1}-{2**64 - 1}", f"{2**44}-0"])
-def test_an_entry_of_the_future(server: ValkeyServer, replica: Callable[..., SuffixLookup], place: str) -> None:
-    """An entry with the highest id, or one of the year 2527, costs what the server holds; what is published after it
-    other engines fetch without a restart, also one that has read from a server whose clock is ahead.
-
-    Fails if an engine waits for entries after that one, or if nothing can be added after it.
-    """
-    first, second = replica(), replica()
-    serve(first, "a", TEXT, 20)
-    fetched(second, 1)
-    connection = redis.Redis.from_url(server.connection_url)
-    [key] = connection.keys()
-    connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT[:9])), ORIGIN: b"them"}, id=place)
-    wait_for(lambda: not connection.exists(key))
-    assert second._shared is not None
-    second._shared._fetched_to = place.encode()
-    serve(first, "b", TEXT[::-1].copy(), 20)
-    fetched(second, 2)
-    assert int(connection.xinfo_stream(key)["last-generated-id"].split(b"-")[0]) < 2**44
 
 
 def test_bounds_in_bytes(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:

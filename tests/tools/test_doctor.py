@@ -5,24 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.harness.diagnosis import OK, PROBLEM, diagnose
+from vllm_specplugins.engine.harness.diagnosis import PROBLEM, diagnose
 from vllm_specplugins.methods import METHODS
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 EARLY = {"method": "early_exit", "exit_layer": 1}
-
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else this machine is doing."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
@@ -106,19 +99,6 @@ def test_refused_with_a_model() -> None:
     assert (status, error, report["served"]) == (1, "", False)
     assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE switches it off"
     assert json.loads(report["ready"]) == {"method": "prompt_lookup"}, "a ready value is one that is allowed"
-
-
-@pytest.mark.parametrize(
-    ("free", "asked", "state"), [(22, "0", OK), (20, "0", PROBLEM), (2, "1", OK), (1, "2", PROBLEM)]
-)
-def test_memory(free: int, asked: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: "ready" a moment before vLLM refuses to start for want of memory."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", asked)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=23 << 30, available=free << 30))
-    [memory] = [finding for finding in diagnose(None, None) if finding.name == "memory"]
-    assert memory.state == state
-    assert ("set VLLM_CPU_KVCACHE_SPACE=1" in memory.value) == (free == 20)
 
 
 def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:

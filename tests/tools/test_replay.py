@@ -68,12 +68,12 @@ def played(traffic: Traffic, drafts: dict[int, list[int]], load: Load, num_draft
     return simulate(traffic, build, num_draft, load), made[0]
 
 
-def made(*requests: tuple[int, int], starts: Sequence[float] = ()) -> Traffic:
+def made(*requests: tuple[int, int]) -> Traffic:
     """Requests of so many tokens of prompt and output, which count up from 0."""
     traffic = Traffic()
-    for index, (prompt, output) in enumerate(requests):
+    for prompt, output in requests:
         ids = list(range(prompt + output))
-        traffic.add(ids[:prompt], ids[prompt:], starts[index] if starts else 0.0)
+        traffic.add(ids[:prompt], ids[prompt:])
     return traffic
 
 
@@ -108,16 +108,6 @@ def test_concurrent_requests() -> None:
     assert [feedback.step_ms for feedback in guess.fed] == [None, 11.0, 11.0, None, 10.0]
     assert guess.gone == [first, second]  # the third is over with the last step
     assert totals.step_ms == pytest.approx(11 + 11 + 10 + 10) and totals.emitted == 2 + 3 + 1
-
-
-def test_arrivals() -> None:
-    """Kills: recorded times that are not kept to, an engine that waits for ever, idle time that is paid for."""
-    costs = CostTable.line(10.0, 0.0)
-    totals, guess = played(made((3, 3), (2, 2), (2, 2), starts=[0, 15, 500]), {}, Load(costs, batch=4, draft_us=0.0))
-    first, second, third = (f"request-{number}" for number in range(3))
-    names = [[name for name, _ in step] for step in guess.seen]
-    assert names == [[first], [first], [first], [second], [second], [third], [third]]
-    assert totals.ms == pytest.approx(40.0)
 
 
 def test_context_and_table() -> None:
@@ -174,21 +164,19 @@ def texts(traffic: Traffic) -> list[tuple[str, str]]:
 
 def test_texts_and_ids(tmp_path: Path) -> None:
     """Kills: prompt and output mixed up, ids that are tokenised again, an empty line that is an error, an output that
-    begins a text, options and times that are lost."""
+    begins a text, a tenant that is lost."""
     file = lines(
         tmp_path,
         {"prompt": "Double it.\n" + CODE, "output": CODE},
         "",
-        {"prompt": [5, 6], "output": [7], "time": 2.5, "options": {"max_draft": 2, "reference": CODE}},
+        {"prompt": [5, 6], "output": [7]},
         {"prompt": [5, 6], "output": []},
-        {"prompt": [5, 6], "output": [8], "tenant": "é", "time": 2.5},
+        {"prompt": [5, 6], "output": [8], "tenant": "é"},
     )
     traffic = read(file)
     assert texts(traffic)[0] == ("<bos>Double it.\n" + CODE, CODE)
     assert traffic.histories[1].tolist() == [5, 6, 7] and traffic.prompt_lengths[1] == 2
-    assert (len(traffic.histories), traffic.start_ms) == (3, [0.0, 2500.0, 2500.0])
-    reference = load_tokenizer(str(DEMO_MODEL))(CODE, add_special_tokens=False)["input_ids"]
-    assert traffic.options == [{}, {"max_draft": 2, "reference": reference}, {"tenant": "é".encode()}]
+    assert traffic.options == [{}, {}, {"tenant": "é".encode()}]
 
 
 def test_chat_logs(tmp_path: Path) -> None:
@@ -218,10 +206,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "no answer": ({"messages": CHAT[:2]}, "hold an answer"),
     "bad content": ({"messages": [{"role": "user", "content": 5}]}, "hold text, or a list of parts, as content"),
     "no choice": ({"messages": CHAT, "choices": []}, "hold a message in its first choice, not []"),
-    "time": ({**IDS, "time": 0.5}, "hold a time in seconds, not before the last line's"),
-    "no time": ({**IDS, "time": "soon"}, "hold a time in seconds"),
     "tenant": ({**IDS, "tenant": 7}, "hold text as tenant, not 7"),
-    "options": ({**IDS, "options": 3}, "hold a JSON object of at most 64 levels as options, not 3"),
 }
 
 
@@ -229,7 +214,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
 def test_damaged_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Kills: a traceback, a line that is left out in silence, a sentence that names no line."""
     row, words = DAMAGED[name]
-    file = lines(tmp_path, {"prompt": [1, 2], "output": [3], "time": 1.0}, row)
+    file = lines(tmp_path, {"prompt": [1, 2], "output": [3]}, row)
     assert main(["replay", "--data", str(file), "--tokenizer", str(DEMO_MODEL)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: --data: line 2 of {file} must {words}") and error.count("\n") == 1

@@ -35,12 +35,11 @@ def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner 
         sizes = vllm_config.scheduler_config.max_num_seqs, stage.max_num_draft, len(end.norm_weight)
         exits = stage.watch = ExitStates(*sizes, end.norm_weight.device, model.dtype)
     config, num_draft = stage.config.learn, stage.max_num_draft
-    folder = getattr(stage.config, stage.part.field.split()[-1])  # named as in errors, such as "jump: head"
     if config.path is not None and index:
         config = replace(config, path=f"{config.path}.dp{index}")
     if isinstance(stage.part, MedusaHeads):
         num_draft = min(num_draft, len(stage.part.layers[0]))
-    stage.training = Learner(stage.part, config, folder, end, num_draft, exits)
+    stage.training = Learner(stage.part, config, end, num_draft, exits)
     return stage.training
 
 

@@ -16,7 +16,6 @@ from vllm_specplugins.config.fields import check_names
 from vllm_specplugins.custom import registrations
 from vllm_specplugins.engine.frontend.plugin import install, requested
 from vllm_specplugins.engine.frontend.scheduling import vllm_methods
-from vllm_specplugins.engine.harness.process import GIB, kv_cache_gib, memory
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import METHODS
 from vllm_specplugins.parsing import parse_config
@@ -43,7 +42,7 @@ def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
     """All findings on a value of --speculative-config (None: READY) and a checkpoint, in the order of a report."""
     asked = dict(READY if raw is None else raw)
     checked = list(_configuration(asked, model))
-    findings = [*_versions(), *_plugin(), *_registered(), _device(), _memory(), *_seams(), *checked]
+    findings = [*_versions(), *_plugin(), *_registered(), _device(), *_seams(), *checked]
     if checked[0].state != PROBLEM:
         findings += _runner(asked, model)
     return [*findings, _kernels()]
@@ -103,24 +102,6 @@ def _device() -> Finding:
     return Finding("device", f"CPU with {os.cpu_count()} cores; no GPU that torch can use")
 
 
-def _memory() -> Finding:
-    import torch
-    from vllm.engine.arg_utils import EngineArgs
-
-    free, total = (size / GIB for size in memory())
-    if (asked := 0 if torch.cuda.is_available() else kv_cache_gib(0)) > 0:
-        words = f"{asked} GiB for the KV cache (VLLM_CPU_KVCACHE_SPACE); {free:.1f} GiB are free"
-        return Finding("memory", words, OK if asked < free else PROBLEM)
-    share = EngineArgs.gpu_memory_utilization
-    words = f"vLLM takes {share:.0%} of {total:.1f} GiB by default; {free:.1f} GiB are free"
-    if free >= share * total:
-        return Finding("memory", words)
-    otherwise = "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the KV cache), or more"
-    if torch.cuda.is_available():
-        otherwise = "--gpu-memory-utilization must be less"
-    return Finding("memory", f"{words}, so that it would not start: {otherwise}", PROBLEM)
-
-
 def _seams() -> Iterator[Finding]:
     problems = compat.probe_installed()
     for problem in problems:
@@ -157,18 +138,10 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
 
 
 def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
-    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
-    if (says := envs.VLLM_USE_V2_MODEL_RUNNER) is not None:
-        runner, why = "V2" if says else "V1", "VLLM_USE_V2_MODEL_RUNNER says so"
-    elif _has_triton():
-        runner, why = "V2", "Triton works here; a model or an option that V2 does not support would be run by V1"
-    else:
-        runner, why = "V1", "Triton has no backend for this device"
     if model is None:
-        yield Finding("runner", f"{runner}: {why}")
-        yield Finding("scheduling", "depends on the model and its runner: name one with --model")
+        yield Finding("runner", "depends on the model, and so does the scheduling: name one with --model")
         return
     install()
     try:
@@ -178,10 +151,9 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
         return
     yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
     yield Finding("draft", f"at most {config.num_speculative_tokens} tokens (num_speculative_tokens)")
-    if runner == "V2" and not config.use_v2_model_runner:
-        runner = "V1"
-        why = f"V2 does not support {', '.join(config._get_v2_model_runner_unsupported_features())}"
-    yield Finding("runner", f"{runner}: {why}")
+    unsupported = ", ".join(config._get_v2_model_runner_unsupported_features())
+    why = "" if config.use_v2_model_runner or not unsupported else f"; V2 does not support {unsupported}"
+    yield Finding("runner", f"{'V2' if config.use_v2_model_runner else 'V1'}{why}")
     yield Finding("scheduling", "asynchronous" if config.scheduler_config.async_scheduling else "synchronous")
     if (plan := getattr(config.speculative_config, "plan", None)) is not None:
         yield Finding("plan", f"{plan}" if plan.on_device else f"{plan} On the host: {plan.host_reason}.")

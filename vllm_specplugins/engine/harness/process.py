@@ -82,30 +82,14 @@ def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any
     return LLM(**{**on_cpu, "disable_log_stats": False, **arguments}, speculative_config=config)
 
 
-def kv_cache_gib(otherwise: int) -> int:
-    asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    return int(asked) if asked.isdecimal() else otherwise
-
-
-def memory() -> tuple[int, int]:
-    """Free bytes and all bytes of the GPU, or of the machine where there is none."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()
-    import psutil  # type: ignore[import-untyped]  # comes with vLLM
-
-    machine = psutil.virtual_memory()
-    return machine.available, machine.total
-
-
 def fit_together(model: str, num_engines: int) -> bool:
     """Whether `num_engines` engines of a model fit into a CPU's memory; on a GPU they share its memory."""
+    import psutil  # type: ignore[import-untyped]  # comes with vLLM
     import torch
 
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    needed = num_engines * (ENGINE_BYTES + kv_cache_gib(1) * GIB + weights)
-    return torch.cuda.is_available() or needed <= memory()[0]
+    needed = num_engines * (ENGINE_BYTES + int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 1)) * GIB + weights)
+    return torch.cuda.is_available() or needed <= psutil.virtual_memory().available
 
 
 def totals(llm: Any) -> list[int]:

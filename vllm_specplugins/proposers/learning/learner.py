@@ -28,32 +28,21 @@ MAX_DRAFT = 4  # draft tokens that are trained and tested, of K
 NICENESS = 5  # of the thread, where the system knows it
 GRACE_S = 3.0  # for the last save: vLLM gives a worker 5 s
 RECENT = 0.001  # weight of a request's step in the measured acceptance length
-CARD = """\
-# A head that learned from traffic
-
-Weights of `{source}`, trained by vllm-specplugins while it served. Of {examples:,} tokens that the target emitted, in
-{steps:,} steps; {promotions} of {candidates} candidates were better on held-out windows and took over.
-Expected tokens a step there: {loaded:.3f} as it was, {serving:.3f} now.
-
-Serve it as `{field}`; a jump is trained further by `python -m vllm_specplugins train-jump MODEL --resume THIS_FOLDER`.
-The weights were made from those of the target and from what it was asked: treat them as you treat that.
-"""
 
 
 class Learner:
-    """Lets `part`, from the folder `source`, learn; its weights change between steps. With `exits`, the states that an
-    exit has read, windows hold these beside the target's."""
+    """Lets `part` learn; its weights change between steps. With `exits`, the states that an exit has read, windows hold
+    these beside the target's."""
 
     def __init__(
         self,
         part: Part,
         config: LearnConfig,
-        source: str,
         end: ServedEnd,
         num_draft: int,
         exits: ExitStates | None = None,
     ):
-        self._part, self._config, self._source, self.exits = part, config, source, exits
+        self._part, self._config, self.exits = part, config, exits
         like, num_draft = next(part.parameters()), min(num_draft, MAX_DRAFT)
         self._dtype, self._device = like.dtype, like.device
         with torch.inference_mode(False):
@@ -166,19 +155,12 @@ class Learner:
                     self._measured += (count - self._measured) * RECENT if self._measured else count
 
     def _save(self) -> None:
-        """Saves new serving weights and their card, all or none."""
+        """Saves new serving weights, all or none."""
         self._saved_at = monotonic()
         if self._folder is None or self._is_saved:
             return
-        serving = self.trainer.serving
-        card = CARD.format(source=self._source, field=serving.field, **self.counts(), **self.lengths())
-
-        def write(folder: Path) -> None:
-            serving.save(folder, self._dtype)
-            (folder / "README.md").write_text(card)
-
         try:
-            self._folder.replace(write)
+            self._folder.replace(lambda folder: self.trainer.serving.save(folder, self._dtype))
             self._is_saved, self._complained = True, False
         except (OSError, RuntimeError) as error:
             if not self._complained:

@@ -40,11 +40,9 @@ class TokenIds:
         """The end of the history that does not fit into a question; an answer must begin with it."""
         return ()
 
-    def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
-        """Returns a prompt for a drafter that takes at most `max_tokens` tokens, with ids in [0, vocab_size)."""
-        places = range(len(guess), 0, -1)
-        begin = next((place for place in places if guess[place - 1] >= vocab_size), 0)
-        return list(newest(guess[begin:], max_tokens))
+    def prompt(self, guess: Guess, max_tokens: int) -> list[int] | str:
+        """Returns a prompt for a drafter that takes at most `max_tokens` tokens."""
+        return list(newest(guess, max_tokens))
 
     def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
         """A piece of an answer. Raises Refused if it has more tokens than allowed, or unknown ones."""
@@ -78,7 +76,7 @@ class Text:
         begin = next((place for place in range(len(text) - 1, -1, -1) if text[place] & 0xC0 != 0x80), len(text))
         return b"" if text[begin:].decode(errors="ignore") else text[begin:]
 
-    def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
+    def prompt(self, guess: Guess, max_tokens: int) -> list[int] | str:
         return str(newest(guess, max_tokens), errors="ignore")  # a token has a byte or more
 
     def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:

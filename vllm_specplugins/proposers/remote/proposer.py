@@ -47,7 +47,7 @@ class Remote(Proposer):
         self._num_ahead, self._max_prompt_tokens = float(self._least_ahead), config.max_prompt_tokens
         self._requests: dict[str, _Request] = {}
         self._form = _form(config, context)
-        self._server = Server(config, self._form, context.vocab_size)
+        self._server = Server(config, self._form)
         self._room = 0  # for questions, in this step
         self.counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
 

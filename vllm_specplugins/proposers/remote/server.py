@@ -15,7 +15,7 @@ import aiohttp
 
 from vllm_specplugins.config import RemoteConfig
 from vllm_specplugins.draft import Int32Array
-from vllm_specplugins.proposers.remote.forms import Form, Guess, Refused, TokenIds
+from vllm_specplugins.proposers.remote.forms import Form, Guess, Refused
 from vllm_specplugins.structures.pause import Pause
 
 logger = logging.getLogger("vllm.specplugins")
@@ -30,16 +30,15 @@ FOR_ALL = (401, 403, 404, 429)  # statuses 4xx that every question would get
 
 class Server:
     """Asks questions in a thread. A failure writes one line until the server answers again, and starts a pause. The
-    first question asks for the drafter's limits, too."""
+    first question asks for the drafter's context, too."""
 
-    def __init__(self, config: RemoteConfig, form: Form, vocab_size: int):
+    def __init__(self, config: RemoteConfig, form: Form):
         self._base, self._model, self._form = config.url.rstrip("/"), config.model, form
         self._url = f"{self._base}/completions"
         key = os.environ.get(config.api_key_env) if config.api_key_env else None
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._pause, self._not_before, self._has_refused = Pause(LONGEST_PAUSE_S), 0.0, False
-        self._max_model_len, self._vocab_size = MAX_MODEL_LEN, vocab_size  # of the drafter
-        self._has_limits, self._limits_lock = False, asyncio.Lock()
+        self._max_model_len, self._asks_length = 0, asyncio.Lock()  # of the drafter; 0: not known yet
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="specplugins-remote", daemon=True)
         self._thread.start()
@@ -70,12 +69,13 @@ class Server:
 
     async def _answer(self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess]) -> None:
         try:
-            await self._ask_limits()
+            async with self._asks_length, asyncio.timeout(TIMEOUT_S):
+                self._max_model_len = self._max_model_len or await self._ask_max_model_len()
             num_tokens = max(1, min(num_tokens, self._max_model_len // 2))
             room = self._max_model_len - num_tokens - 1  # a tokenizer may add a token at the beginning
-            if prompt := self._form.prompt(self._form.guess_of(text) + guess, room, self._vocab_size):
-                question = {**self._question(prompt, num_tokens), "temperature": 0, "stream": True}
-                await self._read({**question, **self._form.fields}, num_tokens, pieces)
+            prompt = self._form.prompt(self._form.guess_of(text) + guess, room)
+            question = {"model": self._model, "prompt": prompt, "max_tokens": num_tokens}
+            await self._read({**question, "temperature": 0, "stream": True, **self._form.fields}, num_tokens, pieces)
         except Refused as error:
             if not self._has_refused:
                 logger.warning("remote: %s refuses questions (%s), which sets their requests aside.", self._url, error)
@@ -86,9 +86,6 @@ class Server:
             raise
         if self._pause.succeeded():
             logger.info("remote: %s answers again.", self._url)
-
-    def _question(self, prompt: list[int] | str, num_tokens: int) -> dict[str, Any]:
-        return {"model": self._model, "prompt": prompt, "max_tokens": num_tokens}
 
     async def _read(self, question: dict[str, Any], num_tokens: int, pieces: deque[Guess]) -> None:
         num_events, max_lines = 0, TOKEN_LINES * num_tokens + MORE_LINES
@@ -106,14 +103,6 @@ class Server:
         if num_events == 0:
             raise ValueError("no stream of text")
 
-    async def _ask_limits(self) -> None:
-        async with self._limits_lock, asyncio.timeout(TIMEOUT_S):
-            if not self._has_limits:
-                self._max_model_len = await self._ask_max_model_len()
-                if isinstance(self._form, TokenIds):
-                    self._vocab_size = await self._ask_vocab_size()
-                self._has_limits = True
-
     async def _ask_max_model_len(self) -> int:
         """Reads the drafter's max_model_len in the list of models, where vLLM and others give it."""
         try:
@@ -123,16 +112,6 @@ class Server:
             return min(max(int(lengths[0]), 4), MAX_MODEL_LEN)
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             return MAX_MODEL_LEN
-
-    async def _ask_vocab_size(self) -> int:
-        """How many of the target's token ids the drafter takes, by bisection; one question where it takes all."""
-        low, high, place = 0, self._vocab_size, self._vocab_size - 1
-        while low < high:  # it takes ids below `low`, and not `high`
-            question = self._question([place], 1)
-            async with self._session.post(self._url, json=question, allow_redirects=False) as response:
-                low, high = (low, place) if _is_refused(response.status) else (place + 1, high)
-            place = (low + high) // 2
-        return low or self._vocab_size  # a drafter that takes no token at all refuses something else
 
     def _fail(self, error: Exception) -> None:
         if time.monotonic() < self._not_before:  # others failed before it

@@ -20,9 +20,7 @@ PLACE_BYTES = 8  # of the server's memory for each token of the store, at most
 MAX_UNSENT = 10_000  # texts that wait for the server; beyond that the oldest are dropped
 MAX_WAITING = 1_000  # fetched texts that wait for the engine; then the thread fetches no more
 PARTS = 4  # the thread looks at the server's memory each time that it has published such a part of the limit
-MAX_LEAD_MS = 60_000  # of an entry's time before the server's clock
 MAX_FETCHED = 32  # texts in one answer
-MAX_TRIES = 10  # to read while others publish
 WAIT_S = 0.2  # between two looks for others' texts
 WAIT_SHARE = 20  # the wait is at least this times the time that a look at the stream's size takes
 TIMEOUT_S = 5.0
@@ -49,7 +47,6 @@ class SharedTexts:
     def __init__(self, url: str, mark: bytes, vocab_size: int, max_tokens: int, keep_s: int):
         import redis
 
-        self._changed = redis.WatchError
         parts = urlsplit(url)
         self._place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
         self._server: Any = redis.Redis.from_url(
@@ -148,54 +145,26 @@ class SharedTexts:
         self._server.expire(self._key, self._keep_s)
         self._cut()
 
-    def _cut(self) -> bool:
-        """Drops the server's oldest texts if all take more memory than they may; returns whether it dropped any."""
+    def _cut(self) -> None:
+        """Drops the server's oldest texts if all take more memory than they may."""
         began, max_bytes = time.monotonic(), PLACE_BYTES * self._max_tokens
         num_bytes = self._server.memory_usage(self._key, samples=0) or 0
         self._look_s = time.monotonic() - began
         if num_bytes > max_bytes:
             self._server.xtrim(self._key, maxlen=int(0.9 * self._server.xlen(self._key) * max_bytes / num_bytes))
-        return bool(num_bytes > max_bytes)
 
     def _fetch(self) -> int:
-        """Fetches texts and returns how many came. A stream with an entry of the future is deleted: that entry would
-        never expire, and the server may refuse to add entries after it."""
-        latest = 1000 * self._server.time()[0] + MAX_LEAD_MS
-        if _milliseconds(self._fetched_to) > latest:  # another server was there before
-            self._fetched_to = b"0"
-        entries = self._read()
+        """Fetches texts and returns how many came."""
+        streams = self._server.xread({self._key: self._fetched_to}, MAX_FETCHED)
+        entries = streams[0][1] if streams else ()
         for place, fields in entries:
-            if _milliseconds(place) > latest:
-                self.counts["ignored"] += 1
-                self._server.delete(self._key)
-                return 0
             self._fetched_to = place
             if fields.get(ORIGIN) != self._origin:
                 self._enter(fields.get(TEXT, b""))
         return len(entries)
-
-    def _read(self) -> Any:
-        """Reads new entries. The server answers only if the stream did not change since its size was looked at, which
-        bounds the bytes that others can have this engine read."""
-        for _ in range(MAX_TRIES):
-            with self._server.pipeline() as reading:
-                reading.watch(self._key)
-                if self._cut():
-                    continue
-                reading.multi()
-                reading.xread({self._key: self._fetched_to}, MAX_FETCHED)
-                with suppress(self._changed):
-                    streams = reading.execute()[0]
-                    return streams[0][1] if streams else ()
-        return ()
 
     def _enter(self, data: bytes) -> None:
         parsed = record_at(data, 0, self._vocab_size)
         if parsed is not None:
             self._waiting.append(parsed[0])
         self.counts["ignored" if parsed is None else "fetched"] += 1
-
-
-def _milliseconds(place: bytes) -> int:
-    """Returns the time of the entry with this id, since 1970."""
-    return int(place.split(b"-")[0])

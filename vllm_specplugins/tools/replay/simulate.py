@@ -1,7 +1,7 @@
-"""A simulated engine: recorded requests in the order of their arrival, several at a time, in steps that take time.
-Prompts are free, since they take the same time with any drafts. A request that arrives while others decode takes part
-from the next step on; that step tells a gate nothing, as in an engine. The recording holds the target's tokens, and a
-draft is accepted as far as it agrees."""
+"""A simulated engine: recorded requests in order, several at a time, in steps that take time. Prompts are free, since
+they take the same time with any drafts. A request that comes while others decode takes part from the next step on; that
+step tells a gate nothing, as in an engine. The recording holds the target's tokens, and a draft is accepted as far as
+it agrees."""
 
 import time
 from collections import deque
@@ -153,21 +153,15 @@ def simulate(
             agreed=engine.agreed,
         )
         engine.barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
-    totals, idle_ms = engine.totals, 0.0
     waiting, running = deque(range(len(traffic.histories))), list[int]()
     while waiting or running:
-        clock_ms = totals.ms + idle_ms
-        while waiting and len(running) < load.batch and traffic.start_ms[waiting[0]] <= clock_ms:
-            running.append(waiting.popleft())
-        if not running:
-            idle_ms += traffic.start_ms[waiting[0]] - clock_ms
-            continue
+        running += [waiting.popleft() for _ in range(min(len(waiting), load.batch - len(running)))]
         for number in engine.step(running):
             running.remove(number)
             advance()
     if engine.barrier:
-        totals.num_faults = sum(faults_of(asdict(engine.barrier.totals())).values())
-    return totals
+        engine.totals.num_faults = sum(faults_of(asdict(engine.barrier.totals())).values())
+    return engine.totals
 
 
 class _Engine:
