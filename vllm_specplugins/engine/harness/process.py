@@ -88,7 +88,7 @@ def fit_together(model: str, num_engines: int) -> bool:
     import torch
 
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    needed = num_engines * (ENGINE_BYTES + int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 1)) * GIB + weights)
+    needed = num_engines * (ENGINE_BYTES + int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB + weights)
     return torch.cuda.is_available() or needed <= psutil.virtual_memory().available
 
 
