@@ -2,7 +2,7 @@
 
     python benchmarks/bench_faults.py MODEL [--arms late garbage]
 
-Engines on one core take turns, in another order each round; drafters' servers, a Valkey server and a publisher who
+Engines on one core take turns; drafters' servers, a Valkey server and a publisher who
 does not pause are on another core. One request, decoding alone, temperature 0. The table has medians of the rounds'
 ratios to no speculation, and their range; outputs must be the same. A draft that is right makes a step longer, and
 there is none here: the drafters answer nonsense, so that only what they cost is seen.
@@ -19,12 +19,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
-ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ONE_CORE}
-import numpy as np  # noqa: E402
+os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+import numpy as np
+
+from vllm_specplugins.engine.harness.serving import serve_rounds, serving_engine
+from vllm_specplugins.engine.harness.traffic import Traffic
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 3, 100, 72
 FAULTS = ("away", "late", "garbage", "another model", "restarted")
@@ -112,20 +116,6 @@ def configs(names: list[str], model: str) -> dict[str, dict[str, Any]]:
     return {name: found[name] for name in names}
 
 
-def decoded(llm: Any, prompt: list[int]) -> tuple[list[int], Any]:
-    """Tokens, and milliseconds between steps from the first token on."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-    llm.llm_engine.add_request(str(time.monotonic_ns()), {"prompt_token_ids": prompt}, params)
-    times, tokens = [], []
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            times.append(time.perf_counter())
-            tokens = output.outputs[0].token_ids
-    return list(tokens), 1000 * np.diff(times)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
@@ -133,31 +123,28 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     os.sched_setaffinity(0, {0})
-    from vllm import LLM
-
     rng = np.random.default_rng(0)
     prompts = rng.integers(10, 3000, (NUM_PROMPTS, PROMPT_TOKENS)).tolist()
-    arms: dict[str, dict[str, Any] | None] = {"none": None, **configs(args.arms, args.model)}
-    engines = {
-        name: LLM(args.model, dtype="bfloat16", max_model_len=512, enforce_eager=True, speculative_config=config)
-        for name, config in arms.items()
+    traffic = Traffic(prompts=prompts, temperature=0.0, max_tokens=NUM_TOKENS, at_a_time=1, ignore_eos=True)
+    arguments = {"model": args.model, "dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True}
+    with ExitStack() as stack:
+        engines = {}
+        for name, config in {"none": None, **configs(args.arms, args.model)}.items():
+            log = Path(tempfile.gettempdir()) / f"bench_faults_{name}.log"
+            engines[name] = stack.enter_context(serving_engine(name, arguments, config, log))
+            engines[name].receive()
+        turns = serve_rounds(engines, [traffic] * (1 + args.rounds), lambda: None)
+    gaps = {
+        name: np.array([np.percentile(np.concatenate([a.step_ms for a in turn.answers]), (50, 99)) for turn in its[1:]])
+        for name, its in turns.items()
     }
-    expected = [decoded(engines["none"], prompt)[0] for prompt in prompts]
-    gaps: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
-    for turn in range(args.rounds):
-        names = list(arms)[turn % len(arms) :] + list(arms)[: turn % len(arms)]
-        for name in names:
-            found = [decoded(engines[name], prompt) for prompt in prompts]
-            if [tokens for tokens, _ in found] != expected:
-                print(f"{name}: an output is not that of no speculation")
-            ms = np.concatenate([times for _, times in found])
-            gaps[name].append((float(np.median(ms)), float(np.percentile(ms, 99))))
-    for name, own in gaps.items():
-        ratios = np.array(own) / np.array(gaps["none"])
+    for name, its in turns.items():
+        same = all(a.token_ids == b.token_ids for a, b in zip(its[0].answers, turns["none"][0].answers, strict=True))
+        ratios = gaps[name] / gaps["none"]
         middle, low, high = np.median(ratios, 0), ratios.min(0), ratios.max(0)
         print(
             f"{name:15} median {middle[0]:.2f} ({low[0]:.2f}-{high[0]:.2f}), 99th percentile {middle[1]:.2f} "
-            f"({low[1]:.2f}-{high[1]:.2f})"
+            f"({low[1]:.2f}-{high[1]:.2f}){'' if same else ', an output is not that of no speculation'}"
         )
     return 0
 

@@ -2,24 +2,23 @@
 
     python benchmarks/bench_grammar.py --backend xgrammar
 
-Two engines stay up and take turns: without speculation and with it. One request at a time, decoding alone (from the
-first token to the last), at temperatures 0 and 0.8, and other prompts in each round; a round's ratio is of the seconds
-a token, by wall clock and, prompts included, by CPU time. Outputs are compared, which at 0.8 differ: without
-speculation vLLM's own noise decides. The bars: at least 1.3 for the schema, 0.98 for an expression with a choice at
-each token.
+Two engines take turns: without speculation and with it. One request at a time, decoding alone, at temperatures 0 and
+0.8, and other prompts in each round; a round's ratio is of the time of a token. Outputs at temperature 0 are compared.
+The bars: at least 1.3 for the schema, 0.98 for an expression with a choice at each token.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, totals
+from vllm_specplugins.engine.harness.serving import serve_rounds, serving_engine
+from vllm_specplugins.engine.harness.traffic import Traffic
+from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.bench.figures import Cell, rows_of
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo" / "model"
 KEYS = ("customer_identification", "delivery_address_line", "expected_arrival", "total_amount_payable")
@@ -40,28 +39,6 @@ PROMPTS = (
 )
 
 
-def serve(pipe: Any, arguments: dict[str, Any], config: dict[str, Any] | None) -> None:
-    """In a process of its own: for each grammar and temperature, seconds a decoded token, and the outputs."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    llm = build_llm(arguments, config)
-    pipe.send(["ready"])
-    while (asked := pipe.recv()) is not None:
-        name, temperature, seed = asked
-        structured = StructuredOutputsParams(**GRAMMARS[name])
-        params = SamplingParams(temperature=temperature, max_tokens=160, seed=seed, structured_outputs=structured)
-        seconds, outputs, before, cpu_began = 0.0, [], totals(llm), time.process_time()
-        for prompt in PROMPTS:
-            [done] = llm.generate([f"{prompt}# {seed}\n"], params, use_tqdm=False)  # other outputs in each round
-            seconds += done.metrics.last_token_ts - done.metrics.first_token_ts
-            outputs.append(list(done.outputs[0].token_ids))
-        num_tokens = sum(len(output) - 1 for output in outputs)
-        _, drafted, accepted = (now - then for now, then in zip(totals(llm), before, strict=True))
-        costs = seconds / num_tokens, (time.process_time() - cpu_began) / num_tokens
-        pipe.send((costs, outputs, num_tokens / (num_tokens - accepted), accepted / max(1, drafted)))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(MODEL))
@@ -73,26 +50,31 @@ def main() -> int:
     args = parser.parse_args()
     structured = {"backend": args.backend, "disable_any_whitespace": args.compact}
     arguments = {"model": args.model, "max_model_len": 512, "max_num_seqs": 4, "structured_outputs_config": structured}
+    tokenizer = load_tokenizer(args.model)
     with ExitStack() as stack:
-        engines = []
+        engines = {}
         for name, config in (("none", None), ("method", args.method)):
             log = Path(tempfile.gettempdir()) / f"bench_grammar_{name}.log"
-            engines.append(stack.enter_context(EngineProcess(log, name, serve, arguments, config)))
-            engines[-1].receive()
+            engines[name] = stack.enter_context(serving_engine(name, arguments, config, log))
+            engines[name].receive()
         for name in args.grammars:
             for temperature in (0.0, 0.8):
-                turns = [
-                    [engine.ask((name, temperature, seed)) for engine in engines] for seed in range(1 + args.rounds)
+                rounds = [
+                    Traffic(
+                        prompts=[tokenizer(f"{prompt}# {seed}\n")["input_ids"] for prompt in PROMPTS],
+                        temperature=temperature,
+                        max_tokens=160,
+                        at_a_time=1,
+                        sampling={"structured_outputs": GRAMMARS[name]},
+                    )
+                    for seed in range(1 + args.rounds)
                 ]
-                timed = turns[1:]  # the first round warms up
-                wall, cpu = ([plain[0][clock] / own[0][clock] for plain, own in timed] for clock in (0, 1))
-                same = sum(plain[1] == own[1] for plain, own in turns)
-                rate, accepted = (statistics.mean(own[place] for _, own in turns) for place in (2, 3))
+                turns = serve_rounds(engines, rounds, lambda: None)
+                _, row = rows_of(Cell(name, 1, temperature), turns, has_cpu_clock=True)
                 print(
-                    f"{args.backend}, {name}, temperature {temperature}: {statistics.median(wall):.2f} "
-                    f"({min(wall):.2f}-{max(wall):.2f}), CPU {statistics.median(cpu):.2f}; "
-                    f"rounds with equal outputs: {same} of {len(turns)}; "
-                    f"{rate:.2f} tokens a step, {accepted:.0%} accepted",
+                    f"{args.backend}, {name}, temperature {temperature}: {row.decoding}, by {row.clock} time; "
+                    f"outputs that differ: {row.num_different} of {row.num_outputs}; "
+                    f"{row.tokens_per_step:.2f} tokens a step, {row.accepted or 0:.0%} accepted",
                     flush=True,
                 )
     return 0

@@ -110,8 +110,9 @@ part "Identity" 360 "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k identity
 VLLM_BATCH_INVARIANT=1 part "In bfloat16, VLLM_BATCH_INVARIANT=1" 240 "${pytest[@]}" -m gpu tests/engine/test_gpu.py \
     -k invariant
 part "Sampled distribution" 360 "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k "not identity"
-part "Kernels: verification at K = 31" 120 benchmarks/bench_rejection.py --requests 1 8 64 --drafts 31 --repeats 20
-part "Kernels: lookup" 90 benchmarks/bench_history_match.py
+part "Kernels: verification at K = 31" 120 benchmarks/bench_kernels.py verification --requests 1 8 64 \
+    --drafts 31 --repeats 20
+part "Kernels: lookup" 90 benchmarks/bench_kernels.py lookup
 part "Kernels: self-check" 90 -m vllm_specplugins doctor
 for config in null "$lookup"; do default_start llama-3.1-8b "$config"; done
 part "Kernels: tests" 400 "${pytest[@]}" tests/kernels

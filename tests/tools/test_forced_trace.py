@@ -35,5 +35,5 @@ def test_program(has_drafter: bool, made_up: Any, tmp_path: Path, monkeypatch: p
     if not has_drafter:
         assert "* prompt_lookup, 4 at a time: 1.000 tokens a step; replay 1." in printed
         assert "steps that bench measured" in " ".join(printed.split())
-    for name in ("forced_trace", "start", "arm"):
+    for name in ("forced_trace", "start"):
         sys.modules.pop(name, None)
