@@ -92,6 +92,23 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return made_up
 
 
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refused(arguments): the one sentence with which the command line refuses these."""
+    from vllm_specplugins.__main__ import main
+
+    def refused(*arguments: object) -> str:
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        error = capsys.readouterr().err
+        assert status == 2 and error.startswith("error: ") and error.endswith(".\n") and error.count("\n") == 1
+        return error
+
+    return refused
+
+
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts of 32 random tokens."""

@@ -211,20 +211,18 @@ DAMAGED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_line(name: str, tmp_path: Path, refused: Any) -> None:
     """Kills: a traceback, a line that is left out in silence, a sentence that names no line."""
     row, words = DAMAGED[name]
     file = lines(tmp_path, {"prompt": [1, 2], "output": [3]}, row)
-    assert main(["replay", "--data", str(file), "--tokenizer", str(DEMO_MODEL)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --data: line 2 of {file} must {words}") and error.count("\n") == 1
+    error = refused("replay", "--data", file, "--tokenizer", DEMO_MODEL)
+    assert error.startswith(f"error: --data: line 2 of {file} must {words}")
 
 
-def test_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_needs_a_tokenizer(tmp_path: Path, refused: Any) -> None:
     """Kills: text that is taken for something else, a tokenizer that is asked for where there are only ids."""
     file = lines(tmp_path, {"prompt": [1, 2] * 4, "output": [1, 2] * 4}, {"prompt": "a", "output": "b"})
-    assert main(["replay", "--data", str(file)]) == 2
-    assert "line 2 of" in (error := capsys.readouterr().err) and "--tokenizer must name" in error
+    assert "line 2 of" in (error := refused("replay", "--data", file)) and "--tokenizer must name" in error
     assert main(["replay", "--data", str(file), "--requests", "1", "--num-draft", "2"]) == 0
 
 

@@ -109,17 +109,8 @@ def log_of(tmp_path: Path, name: str = "made.jsonl") -> Path:
     return file
 
 
-FIELD = [
-    "--costs",
-    "llama-3.1-8b",
-    "--draft-us",
-    "0",
-    "--drafter",
-    "eagle3:2.14:0.00084:5",
-    "--methods",
-    "prompt_lookup",
-]
-FIELD += ["--num-draft", "31", "--by-file", "--max-output", "1500"]
+FIELD = ["--costs", "llama-3.1-8b", "--draft-us", "0", "--drafter", "eagle3:2.14:0.00084:5", "--by-file"]
+FIELD += ["--methods", "prompt_lookup", "--num-draft", "31", "--max-output", "1500"]
 
 
 def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,10 +163,10 @@ BAD_DRAFTERS = "eagle3", "eagle3:2.14", ":2:5", "eagle3:2:65", "eagle3:2:0", "ea
 
 
 @pytest.mark.parametrize("text", BAD_DRAFTERS)
-def test_bad_drafter(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_drafter(text: str, refused: Any) -> None:
     """Fails if a drafter without a name, a time or a K in range is taken, or the sentence names no form."""
-    assert main(["replay", "--data", str(tmp_path / "none"), "--drafter", text]) == 2
-    assert capsys.readouterr().err.startswith("error: --drafter must be NAME:MS[:MS_A_TOKEN]:K")
+    error = refused("replay", "--data", "nowhere", "--drafter", text)
+    assert error.startswith("error: --drafter must be NAME:MS[:MS_A_TOKEN]:K")
 
 
 BAD_LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
@@ -189,13 +180,12 @@ BAD_LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_LENGTHS)
-def test_bad_lengths(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lengths(name: str, tmp_path: Path, refused: Any) -> None:
     """Fails if accepted lengths of another form or drafter are taken, or if the sentence does not name the line."""
     row, words = BAD_LENGTHS[name]
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps({"prompt": [1], "output": [2, 3], **row}))
-    assert main(["replay", "--data", str(file), *FIELD]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --data: line 1 of {file} must {words}")
+    assert refused("replay", "--data", file, *FIELD).startswith(f"error: --data: line 1 of {file} must {words}")
 
 
 def read(*files: Path) -> list[tuple[str, str | None]]:

@@ -26,16 +26,16 @@ from vllm_specplugins.tools.replay.simulate import Player
 from vllm_specplugins.tools.report import say, show_table
 
 NEWCOMER = "the-request-after-all-others"
-SHIPPED = Path(__file__).with_name("trace.npz")
+SHIPPED = Path(__file__).with_name("trace.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording; its steps are (requests that sampled a token, requests that were forgotten before), by number."""
+    """A recording; its steps are [requests that sampled a token, requests that were forgotten before], by number."""
 
     histories: list[Int32Array]  # prompt and output of each request
     prompt_lengths: list[int]  # of each request
-    steps: list[tuple[list[int], list[int]]]
+    steps: list[list[list[int]]]
     options: list[Mapping[str, Any]]  # of each request
     vocab_size: int
     max_model_len: int
@@ -115,22 +115,9 @@ def _figures(counters: Counters) -> list[tuple[str, str]]:
     ]
 
 
-def load(path: Path = SHIPPED) -> Trace:
-    def lists(file: Any, values: str, sizes: str) -> list[list[int]]:
-        ends = np.cumsum(file[sizes].astype(int))[:-1]
-        return [part.tolist() for part in np.split(file[values].astype(int), ends)]
-
-    with np.load(path) as file:
-        vocab_size, max_model_len, max_num_draft, _ = file["limits"].tolist()
-        return Trace(
-            histories=[np.array(tokens, np.int32) for tokens in lists(file, "tokens", "lengths")],
-            prompt_lengths=file["prompt_lengths"].tolist(),
-            steps=[*zip(lists(file, "batches", "batch_sizes"), lists(file, "gone", "num_gone"), strict=True)],
-            options=json.loads(str(file["options"])),
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            max_num_draft=max_num_draft,
-        )
+def load() -> Trace:
+    raw = json.loads(SHIPPED.read_text())
+    return Trace(**{**raw, "histories": [np.array(tokens, np.int32) for tokens in raw["histories"]]})
 
 
 def play(trace: Trace, barrier: FaultBarrier, advance: Callable[[], None]) -> None:

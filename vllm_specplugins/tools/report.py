@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.structures.whole_file import write_whole
 
 WIDTH = 100
 # Panel, name and place of a point, its speed-up, and the ends of its range.
@@ -88,11 +86,12 @@ def write_file(option: str, kind: str, path: Path, data: bytes) -> None:
         if path.exists() and not path.is_file():  # such as /dev/stdout
             path.write_bytes(data)
             return
-        os.umask(mask := os.umask(0))
-        mode = path.stat().st_mode if path.exists() else 0o666 & ~mask
-        descriptor = write_whole(path, data)
-        os.fchmod(descriptor, mode)
-        os.close(descriptor)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            partial.write_bytes(data)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str = "", points: Points = ()) -> None:
