@@ -30,26 +30,9 @@ def good_draft(batch: DraftBatch) -> Draft:
     return Draft(np.stack([last, last], axis=1), np.minimum(batch.max_num_draft, 2).astype(np.int32))
 
 
-class EvilText(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
-
-class EvilBase(BaseException):
+class EvilText(BaseException):
     def __str__(self) -> str:
         sys.exit("no text")
-
-
-class EvilMeta(type):
-    @property
-    def __name__(cls) -> str:  # type: ignore[override]
-        raise KeyboardInterrupt
-
-
-class EvilName(Exception, metaclass=EvilMeta):
-    pass
 
 
 class SlowText(Exception):
@@ -58,55 +41,8 @@ class SlowText(Exception):
         return "late"
 
 
-class EvilArray(np.ndarray):
-    """An array that fails wherever it is touched."""
-
-    @property
-    def shape(self) -> Any:  # type: ignore[override]
-        raise KeyboardInterrupt
-
-    def __array_finalize__(self, other: Any) -> None:
-        pass
-
-    def __array_ufunc__(self, *args: Any, **kwargs: Any) -> Any:
-        raise SystemExit
-
-    def tolist(self) -> Any:
-        raise SystemExit
-
-
-class EvilDraft(Draft):
+class OtherDraft(Draft):
     __slots__ = ()
-
-    @property
-    def token_ids(self) -> Any:  # type: ignore[override]
-        raise SystemExit("no tokens")
-
-
-class Liar:
-    """Looks like an array."""
-
-    dtype, ndim = np.dtype(np.int32), 2
-
-    def __init__(self, rows: int):
-        self.shape = (rows, 2)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
-
-    def __len__(self) -> int:
-        return -1
-
-    def __getattr__(self, name: str) -> Any:
-        raise MemoryError
-
-
-class EqualsAll:
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __hash__(self) -> int:
-        return 0
 
 
 def hostile(name: str, kind: str | None) -> Callable[[Act], Act]:
@@ -141,9 +77,7 @@ RAISES: dict[str, Callable[[], BaseException]] = {
     "GeneratorExit": GeneratorExit,
     "MemoryError": MemoryError,
     "TimeoutError": lambda: TimeoutError("mine, not the barrier's"),
-    "text that raises": EvilText,
-    "text that exits": EvilBase,
-    "name that raises": EvilName,
+    "text that exits": EvilText,
     "a megabyte of text": lambda: ValueError("x" * (1 << 20)),
 }
 for _name, _error in RAISES.items():
@@ -153,7 +87,7 @@ RETURNS: dict[str, Act] = {
     "None": lambda batch, good: None,
     "a list": lambda batch, good: good.token_ids.tolist(),
     "a draft without fields": lambda batch, good: object.__new__(Draft),
-    "a subclass with evil properties": lambda batch, good: object.__new__(EvilDraft),
+    "a subclass": lambda batch, good: OtherDraft(good.token_ids, good.num_draft),
     "rows missing": returns(token_ids=lambda good: good.token_ids[:-1]),
     "rows too many": returns(token_ids=lambda good: np.concatenate([good.token_ids] * 2)),
     "lengths missing": returns(num_draft=lambda good: good.num_draft[:-1]),
@@ -172,8 +106,6 @@ RETURNS: dict[str, Act] = {
     "ids behind the vocabulary": returns(token_ids=lambda good: good.token_ids + VOCAB_SIZE),
     "negative ids": returns(token_ids=lambda good: -1 - good.token_ids),
     "a masked array": returns(token_ids=lambda good: np.ma.masked_array(good.token_ids, mask=True)),
-    "an evil subclass": returns(token_ids=lambda good: good.token_ids.view(EvilArray)),
-    "something like an array": returns(token_ids=lambda good: Liar(len(good.num_draft))),
     "a tensor": returns(token_ids=lambda good: torch.from_numpy(good.token_ids)),
     "a tensor of lengths": returns(num_draft=lambda good: torch.from_numpy(good.num_draft)),
     "logits": returns(logits=lambda good: torch.zeros(*good.token_ids.shape, VOCAB_SIZE)),
@@ -283,12 +215,6 @@ def _draws(batch: DraftBatch, good: Draft) -> Any:
 @hostile("is a generator", NONSENSE)
 def _yields(batch: DraftBatch, good: Draft) -> Iterator[Any]:
     yield good
-
-
-@hostile("compares the options with something of its own", None)
-def _compares(batch: DraftBatch, good: Draft) -> Any:
-    assert batch.options[0] == EqualsAll()
-    return good
 
 
 class HostileProposer:
