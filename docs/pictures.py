@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
@@ -187,10 +186,9 @@ def token_row(axes: Axes, x: float, y: float, tokens: Sequence[str], colours: Se
 
 def recorded_step() -> tuple[list[str], list[str], list[str]]:
     """A step of the engine that `check` replays: the match, the draft, and the tokens that the target emitted."""
-    trace = np.load(DOCS.parent / "vllm_specplugins" / "tools" / "trace.npz")
+    trace = json.loads((DOCS.parent / "vllm_specplugins" / "tools" / "trace.json").read_text())
     tokenizer = Tokenizer.from_file(str(DOCS.parent / "examples" / "demo" / "model" / "tokenizer.json"))
-    end = int(trace["lengths"][: REQUEST + 1].sum())
-    tokens = trace["tokens"][end - int(trace["lengths"][REQUEST]) : end].tolist()
+    tokens = trace["histories"][REQUEST]
     match, draft = tokens[NEWEST - 5 : NEWEST], tokens[EARLIER : EARLIER + 5]
     assert match == tokens[EARLIER - 5 : EARLIER]
     emitted = tokens[NEWEST : NEWEST + 4]
