@@ -1,7 +1,6 @@
 """Per-request options: what passes, and that everything else is refused with one sentence."""
 
 import contextlib
-import doctest
 import json
 import time
 import tracemalloc
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from vllm_specplugins import request_options
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
@@ -23,10 +21,6 @@ RUBBISH: list[Any] = [None, -1, 65, 2.0, "5", b"5", [5], {}, {"a": 1}, 10**30, f
 
 def limits(config: dict[str, Any], max_model_len: int = 1000) -> Limits:
     return Limits(parse_config(config), 100, max_model_len)
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(request_options).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """K of a step, in simulation: steps with known costs, texts whose drafts are right with known chances."""
 
-import doctest
 import random
 from collections.abc import Callable
 from statistics import mean
@@ -52,10 +51,6 @@ def best(accept_probs: list[float], cost: Callable[[int], float], most: int) -> 
         return tokens / cost(len(accept_probs) * (1 + k))
 
     return max(map(speed, lengths_up_to(most)))
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(step_times).failed == 0
 
 
 @pytest.mark.parametrize("most", [5, K])

@@ -4,14 +4,11 @@ Where the proposer knows the target, they are what the target says. The kernels 
 to be chosen before Triton is imported: a separate process.
 """
 
-import doctest
-
 import pytest
 import torch
 from interpreted import DEVICE, RUNS, needs_triton
 from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
-from vllm_specplugins.kernels.rejection import drafts as module
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
 from vllm_specplugins.kernels.rejection.inputs import to_device
 
@@ -28,11 +25,6 @@ LIMITS = {
 
 
 by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
-
-
-@by_reference
-def test_docstrings() -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 def of_requests(seed: int, num_reqs: int = NUM_REQS) -> tuple[torch.Tensor, torch.Tensor]:

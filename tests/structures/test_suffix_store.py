@@ -1,6 +1,5 @@
 """The suffix store against a brute-force oracle, and who makes room in it; docstrings name mutations that it kills."""
 
-import doctest
 import os
 import random
 import tracemalloc
@@ -12,7 +11,6 @@ import pytest
 from vllm_specplugins.structures.arrays import places_of
 from vllm_specplugins.structures.suffix import drafts as suffix_drafts
 from vllm_specplugins.structures.suffix import ring
-from vllm_specplugins.structures.suffix import store as suffix_store
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import LONGEST_MATCH, MAX_PLACES, draft_step
 from vllm_specplugins.structures.suffix.ring import HEAD, LEVELS, MULTIPLIER, Ring
@@ -296,10 +294,6 @@ def test_tenants_never_meet():
 def test_too_small(max_bytes):
     with pytest.raises(ValueError, match="max_bytes is"):
         SuffixStore(max_bytes)
-
-
-def test_examples():
-    assert doctest.testmod(suffix_store).failed == 0
 
 
 class Counted(np.ndarray):
