@@ -1,6 +1,6 @@
 """Measures what this plugin brings on this machine, in a few minutes: a real chat model and vLLM, engines in turns.
 
-    bash examples/quickstart.sh [--model MODEL] [--minutes 2.5] [--tokens 48] [--json FILE] [--plot FILE]
+    bash examples/quickstart.sh [--model MODEL] [--minutes 2.5] [--tokens 48] [--json FILE]
 
 Two engines serve the same prompts, one without speculation and one with prompt_lookup, until the difference is known to
 ten percent or the minutes are over. Then both answer by a JSON schema, and with parameters that vLLM refuses under its
@@ -67,8 +67,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=2.5, help="of measuring (default: 2.5)")
     parser.add_argument("--tokens", type=int, default=48, help="length limit of an output (default: 48)")
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    picture = ROOT / ".cache" / "quickstart.png"
-    parser.add_argument("--plot", type=Path, default=picture, help=f"where to draw them (default: {picture})")
     parser.set_defaults(batch=[1], engine_args={}, dtype=None, rate=[], trace=None, load_format=None)
     return parser
 
@@ -83,7 +81,6 @@ def a_model() -> Path:
 
 
 def run(args: Namespace) -> int:
-    args.plot.parent.mkdir(parents=True, exist_ok=True)
     configs, tokenizer = pick_methods([METHOD]), load_tokenizer(args.model)
     tasks = [make_workload(name, tokenizer, 8) for name in TASKS]
     arguments = engine_arguments(args, len(configs), tasks)
@@ -109,7 +106,6 @@ def run(args: Namespace) -> int:
     for text, is_equal in extras:
         print(text)
         status = status if is_equal or machine.dtype != "float32" else 1
-    print(f"The figures are drawn in {args.plot}.")
     if chosen := report.verdict()[1]:
         print(f"\nTo serve it:\nvllm serve {args.model} {serve_with(chosen)}")
     return status

@@ -244,7 +244,7 @@ def _replay(add: Add) -> None:
     words = f"step times: {published}, MS:MS_A_TOKEN, or a file that `bench --json` wrote"
     add("--costs", words, default="llama-2-7b", metavar="COSTS")
     add("--draft-us", "of drafting, by request and step", positive, shown="measured here")
-    _files(add)
+    add("--json", "where to write the figures", Path)
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
@@ -256,12 +256,7 @@ def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--tokens", "length limit of an output", whole(2, 100_000), tokens, shown)
     shown = "float32 on a CPU, else auto"
     add("--dtype", "of the model", shown=shown, choices=("auto", "bfloat16", "float16", "float32"))
-    _files(add)
-
-
-def _files(add: Add) -> None:
     add("--json", "where to write the figures", Path)
-    add("--plot", "where to draw them, as PNG", Path)
 
 
 def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None:

@@ -39,8 +39,7 @@ def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
     method = json.dumps({"method": "prompt_lookup", "gate": "off"})  # drafts hardly pay on so small a model
     command = [sys.executable, "-m", "vllm_specplugins", "bench", "--model", DEMO_MODEL, *options.split()]
     command += ["--methods", method]
-    files = ["--json", tmp_path / "bench.json", "--plot", tmp_path / "bench.png"]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run([*command, "--json", tmp_path / "bench.json"], capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
@@ -60,7 +59,6 @@ def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
         assert 0.99 * min(products) <= row["tokens_per_step"] <= 1.01 * max(products)
     single, together = rows["none", 1], rows["none", 3]
     assert together["tokens_per_second"] > 0 and single["first_ms"] > 0
-    assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
 # Without a gate, which goes by times.

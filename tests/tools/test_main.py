@@ -1,12 +1,12 @@
 """The command line refuses with one sentence, never a traceback."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from vllm_specplugins import __main__
 from vllm_specplugins.__main__ import main, parser
 from vllm_specplugins.commands import VLLM_NAMES
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.tools import report
+from vllm_specplugins.tools.report import write_json
 
 TRAIN = ["train-exit-head", "MODEL", "--data", "DATA", "--exit-layer", "1", "--out", "OUT", "--steps", "1"]
 CALIBRATE = ["calibrate", "MODEL", "--data", "DATA"]
@@ -115,17 +115,17 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 def test_a_report_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a full disk costs the last report, or if a device is replaced."""
-    path, write = tmp_path / "report.json", partial(report.write_file, "--json", "file")
-    write(path, b"1")
+    path = tmp_path / "report.json"
+    write_json(path, {"number": 1})
     with pytest.raises(ConfigError, match="--json must be a file that can be written"):
-        write(Path("/dev/full"), b"2")
+        write_json(Path("/dev/full"), {})
     with monkeypatch.context() as patches:
         patches.setattr(Path, "write_bytes", lambda path, data: os.write(os.open("/dev/full", os.O_WRONLY), data))
         with pytest.raises(ConfigError, match="No space left on device"):
-            write(path, b"2")
-    assert path.read_bytes() == b"1" and len(list(tmp_path.iterdir())) == 1
-    write(path, b"3")
-    assert path.read_bytes() == b"3"
+            write_json(path, {"number": 2})
+    assert json.loads(path.read_text()) == {"number": 1} and len(list(tmp_path.iterdir())) == 1
+    write_json(path, {"number": 3})
+    assert json.loads(path.read_text()) == {"number": 3}
 
 
 # A command that starts a process, as `bench` starts engines, and waits for it. The process prints when it begins.

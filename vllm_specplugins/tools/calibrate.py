@@ -18,7 +18,7 @@ from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
 from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.picker import NONE, Config, pick
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import check_files, say, show_table
+from vllm_specplugins.tools.report import check_json, say, show_table
 from vllm_specplugins.tools.skipping import choose_layers
 from vllm_specplugins.tools.training.kinds import exit_guesser, initial_head
 from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
@@ -48,7 +48,7 @@ class ExitRow:
 
 def run(args: argparse.Namespace) -> int:
     methods = {name: config for name, config in pick(args.also, "--also").items() if config}
-    check_files(args)
+    check_json(args)
     args.batch, args.temperature, args.ignore_eos = [1], [0.0], False
     args.trace, args.rate, args.load_format = None, [], None
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}

@@ -1,4 +1,4 @@
-"""Parts of all reports: tables of at most 100 columns, wrapped sentences, JSON and pictures."""
+"""Parts of all reports: tables of at most 100 columns, wrapped sentences, and JSON."""
 
 import argparse
 import json
@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from rich.table import Table
 from vllm_specplugins.config import ConfigError
 
 WIDTH = 100
-# Panel, name and place of a point, its speed-up, and the ends of its range.
-Points = Sequence[tuple[str, str, str, float, float, float]]
 
 
 def stdout() -> Console:
@@ -60,14 +56,10 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: version(name) for name in (*packages, "vllm-specplugins")}
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """Raises ConfigError, before any work, if --json or --plot cannot be written or nothing can be drawn."""
-    for option in ("json", "plot"):
-        path: Path | None = getattr(args, option, None)
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"--{option} must be a file in a folder that is there, not {path}.")
-        if path and option == "plot" and find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib, which is not there (pip install 'vllm-specplugins[tools]').")
+def check_json(args: argparse.Namespace) -> None:
+    """Raises ConfigError, before any work, if --json cannot be written."""
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise ConfigError(f"--json must be a file in a folder that is there, not {args.json}.")
 
 
 @contextmanager
@@ -80,9 +72,12 @@ def writing(option: str, kind: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option} must be a {kind} that can be written, not {path} ({cause}).") from error
 
 
-def write_file(option: str, kind: str, path: Path, data: bytes) -> None:
-    """Writes a whole file, or raises ConfigError and leaves the old one."""
-    with writing(option, kind, path):
+def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:
+    """Writes the file of --json, if one is given, as a whole, or raises ConfigError and leaves the old one."""
+    if path is None:
+        return
+    data = json.dumps(facts, indent=1).encode() + b"\n"
+    with writing("--json", "file", path):
         if path.exists() and not path.is_file():  # such as /dev/stdout
             path.write_bytes(data)
             return
@@ -92,34 +87,3 @@ def write_file(option: str, kind: str, path: Path, data: bytes) -> None:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str = "", points: Points = ()) -> None:
-    if args.json:
-        write_file("--json", "file", args.json, json.dumps(facts, indent=1).encode() + b"\n")
-    if points and args.plot:
-        write_file("--plot", "PNG file", args.plot, picture(title, points))
-
-
-def picture(title: str, points: Points) -> bytes:
-    from matplotlib.figure import Figure
-
-    panels, names, places = (list(dict.fromkeys(parts)) for parts in list(zip(*points, strict=True))[:3])
-    figure = Figure(figsize=(2 + (2 + 0.6 * len(places)) * len(panels), 5), layout="constrained")
-    figure.suptitle(title, fontsize=11, wrap=True)
-    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, panel in zip(drawn, panels, strict=True):
-        axes.axhline(1, color="0.4", lw=1, ls="--")
-        axes.set_xticks(range(len(places)), places)
-        axes.set_title(panel, fontsize=11)
-    for panel, name, place, middle, low, high in points:
-        axes, number = drawn[panels.index(panel)], names.index(name)
-        at, color = places.index(place) + (number - len(names) / 2) * 0.5 / len(names), f"C{number}"
-        axes.vlines(at, low, high, color=color)
-        axes.plot(at, middle, "o", color=color)
-    drawn[0].set_ylabel("speed-up over no speculation")
-    handles = [drawn[0].plot([], [], "o", color=f"C{number}", label=name)[0] for number, name in enumerate(names)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
-    file = BytesIO()
-    figure.savefig(file, dpi=100, format="png")
-    return file.getvalue()

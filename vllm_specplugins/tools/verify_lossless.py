@@ -17,7 +17,7 @@ from vllm_specplugins.tools.lossless.model import VOCAB_SIZE, ExactModel, write_
 from vllm_specplugins.tools.lossless.report import Judged, Report, chi_squared
 from vllm_specplugins.tools.picker import pick
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import check_files, publish
+from vllm_specplugins.tools.report import check_json, write_json
 
 NUM_PROMPTS = 4
 # Engines compute in another order, some with TF32: a token this close to a cut may be in or out.
@@ -78,7 +78,7 @@ class Verification:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
-    check_files(args)
+    check_json(args)
     cells, judged = grid.cells(), list[Judged]()
     with scratch(lambda: any(cell.failure for cell in judged)) as folder, progress() as bars:
         model = write_checkpoint(folder / "model", args.seed)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
                 judged += verification.judge(draw, method)
     report = Report(judged, {"samples": args.samples, "seed": args.seed, "methods": methods})
     report.show()
-    publish(args, report.facts)
+    write_json(args.json, report.facts)
     return 0 if report.is_lossless else 1
 
 

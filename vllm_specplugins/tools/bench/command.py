@@ -21,7 +21,7 @@ from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workl
 from vllm_specplugins.tools.files import CHAT_MODEL, scratch
 from vllm_specplugins.tools.picker import NONE, Config, pick_methods
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import check_files
+from vllm_specplugins.tools.report import check_json
 
 TOKENS = 64  # length limit of an output
 MAX_OPEN = 256  # requests at a time where they arrive at a rate
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             "examples/chat_model.py`, in a clone of this repository, makes in half a minute."
         )
     args.model = args.model or str(CHAT_MODEL)
-    check_files(args)
+    check_json(args)
     workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
     if not args.trace and (args.rate or args.drafter):
         raise ConfigError("--rate and --drafter go with --trace.")

@@ -1,17 +1,16 @@
-"""The report of a benchmark: a table, JSON and a picture, the method to serve with, and reasons for doubt."""
+"""The report of a benchmark: a table and JSON, the method to serve with, and reasons for doubt."""
 
 import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.engine.harness.traffic import Machine
 from vllm_specplugins.tools.bench.figures import Row, Spread
 from vllm_specplugins.tools.picker import NONE, Config
-from vllm_specplugins.tools.report import publish, say, serve_with, show_table, versions
+from vllm_specplugins.tools.report import say, serve_with, show_table, versions, write_json
 
 PAYS = 1.03  # a gain that is worth a configuration
 LOSES = 0.97
@@ -135,7 +134,7 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
 
 
 def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | None = None) -> int:
-    """Prints, writes and draws a report, with `more` facts in the file; the exit status."""
+    """Prints and writes a report, with `more` facts in the file; the exit status."""
     rows, machine, has_rates = report.rows, report.machine, any(row.cell.rate for row in report.rows)
     columns, (advice, chosen) = AT_RATES if has_rates else COLUMNS, report.verdict()
     cells = dict.fromkeys(row.cell for row in rows)
@@ -159,13 +158,7 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
         "chosen": chosen,
         **(more or {}),
     }
-    title = f"{Path(args.model).name}, {machine.dtype}, {machine.device}\n{advice.splitlines()[0]}"
-    points = [
-        (f"temperature {row.cell.temperature:g}", row.method, f"{row.cell.workload}\n{row.cell.batch} at a time",
-         row.ratio.median, row.ratio.low, row.ratio.high)
-        for row in rows if row.method != NONE
-    ]  # fmt: skip
-    publish(args, facts, title, points)
+    write_json(args.json, facts)
     return 0 if report.is_lossless else 1
 
 

@@ -18,14 +18,14 @@ from vllm_specplugins.tools.replay.costs import H100, HOST_SOURCE, LOOKUP, NO_SP
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
 from vllm_specplugins.tools.replay.report import Row, compare, row_of, tell
 from vllm_specplugins.tools.replay.simulate import Tokenize, Totals, simulate
-from vllm_specplugins.tools.report import check_files
+from vllm_specplugins.tools.report import check_json
 
 
 def run(args: argparse.Namespace) -> int:
     costs = costs_of(args.costs)
     drafter = Drafter.parse(args.drafter) if args.drafter else None
     compared = candidates(args.methods, args.num_draft or LADDER) + ([beside(drafter)] if drafter else [])
-    check_files(args)
+    check_json(args)
 
     @cache
     def tokenizer() -> Any:

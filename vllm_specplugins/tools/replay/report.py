@@ -1,4 +1,4 @@
-"""The report of a replay: rows of figures, a table, JSON and a picture, and the method to serve with."""
+"""The report of a replay: rows of figures, a table and JSON, and the method to serve with."""
 
 import argparse
 import statistics
@@ -12,7 +12,7 @@ from vllm_specplugins.tools.bench.report import LOSES, PAYS
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.replay.candidates import ALWAYS, Candidate
 from vllm_specplugins.tools.replay.simulate import Totals
-from vllm_specplugins.tools.report import publish, say, serve_with, show_table, versions
+from vllm_specplugins.tools.report import say, serve_with, show_table, versions, write_json
 
 BOOTSTRAPS = 1000
 FEW_REQUESTS = 200  # their range tells little of others
@@ -128,7 +128,7 @@ def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Cand
 
 
 def tell(args: argparse.Namespace, rows: list[Row], played: Sequence[Candidate], conditions: dict[str, Any]) -> None:
-    """Prints and draws the best K of each method, prints the advice, and writes all rows."""
+    """Prints the best K of each method, prints the advice, and writes all rows."""
     advice, best = verdict(rows, played)
     shown, notes = best_rows(rows), _notes(rows, best, conditions)
     titles = dict.fromkeys(row.title for row in rows)
@@ -143,11 +143,7 @@ def tell(args: argparse.Namespace, rows: list[Row], played: Sequence[Candidate],
         "notes": notes,
         "advice": advice,
     }
-    points = [
-        (f"{row.batch} at a time", row.name, row.task, row.speed_up, row.low, row.high)
-        for row in shown if row.method != NONE
-    ]  # fmt: skip
-    publish(args, facts, f"{conditions['requests']} recorded requests, predicted", points)
+    write_json(args.json, facts)
 
 
 def _figures(row: Row) -> list[str]:
