@@ -31,7 +31,7 @@ def ask(engine: Any, message: object) -> Turn | int:
     if engine.num_tokens < num_tokens * len(engine.traffic.prompts):
         return int(engine.num_tokens)
     slow = 1 + engine.round / 10  # the machine gets slower from round to round, for all
-    step_ms, emitted = (10.0, 1) if plain else (8.0 if engine.fast else 20.0, 3)
+    step_ms, emitted = (10.0, 1) if plain else (20.0, 3)
     tokens = [*range(num_tokens - 1), 0 if engine.lie and not plain else num_tokens - 1]
     num_steps = (num_tokens - 1) // emitted
     answers = [Answer(tokens, 20.0 * slow, [step_ms * slow] * num_steps, 1) for _ in engine.traffic.prompts]
@@ -45,9 +45,9 @@ def ask(engine: Any, message: object) -> Turn | int:
 
 @pytest.fixture
 def engines(made_up: Any) -> Any:
-    """`lie`: speculation changes outputs; `fast`: its steps take 8 ms; `busy`: the machine is, in the third round of
+    """`lie`: speculation changes outputs; `busy`: the machine is, in the third round of
     ngram; `noise`: by method and round, so many times as slow; `log`: who had a slice of time."""
-    return made_up(ask, lie=False, fast=False, busy=False, noise={}, log=[])
+    return made_up(ask, lie=False, busy=False, noise={}, log=[])
 
 
 @pytest.fixture
@@ -96,7 +96,6 @@ def test_figures(asked: list[str], run: Run, tmp_path: Path, capsys: pytest.Capt
     assert lookup["num_outputs"] == 8 and lookup["num_different"] == 0 and lookup["repeats"] == 0
     advice = 'Serve with prompt_lookup: 1.45x (1.45-1.45). --speculative-config \'{"method": "prompt_lookup"}\''
     assert all(words in output for words in ("1.45x (1.45-1.45)", "1.50x (1.50-1.50)", "8/8", advice))
-    assert "decodes" not in output
     assert main(asked) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
@@ -129,9 +128,6 @@ VERDICTS: dict[str, tuple[dict[str, Any], list[str], int, list[str]]] = {
     "another output": ({"lie": True}, [], 1, ["Speculation changed an output", "0/8"]),
     "another sample": ({"lie": True}, ["--temperature", "0.8"], 0, ["not compared"]),
     "rounding": ({"lie": True, "dtype": "bfloat16"}, [], 0, ["Outputs in bfloat16 may differ"]),
-    "steps that cost less": ({"fast": True}, [], 0, [
-        "decodes 3.75x as fast with 3.00 tokens/step: its steps took 0.80x (0.80-0.80)", "Serve with prompt_lookup",
-    ]),
     "two that are as fast": ({}, ["--methods", "ngram,prompt_lookup"], 0, [
         "Serve with ngram: 1.45x (1.45-1.45) (prompt_lookup may be as fast).",
     ]),

@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.harness.traffic import Answer, Turn
-from vllm_specplugins.tools.bench.figures import Row
 from vllm_specplugins.tools.calibrate import exit_rows
 
 pytest.importorskip("vllm")
@@ -56,8 +55,7 @@ def ask(engine: Any, message: object) -> Turn:
 
 
 @pytest.fixture
-def engines(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(Row, "beats_its_steps", False)
+def engines(made_up: Any) -> Any:
     return made_up(ask, slow=False)
 
 

@@ -15,7 +15,6 @@ from vllm_specplugins.engine.harness.traffic import Turn
 
 NGRAM = 8  # tokens in a row that count as a repetition
 LOOPS = 0.5  # share of repeated tokens above which an output is called a loop
-NOISE = 0.02  # of a ratio
 SOME_STEPS = 3  # with the same number of tokens: fewer may be hiccups
 WIDE = 0.3  # range of ratios, in medians, above which other load on the machine is suspected; it is below 0.1 without
 
@@ -90,11 +89,6 @@ class Row:
     @property
     def loops(self) -> bool:
         return self.repeats > LOOPS
-
-    @property
-    def beats_its_steps(self) -> bool:
-        """Whether decoding gained more than the tokens of a step explain, because steps were cheaper."""
-        return self.step_cost.median < 1 - NOISE
 
 
 def rows_of(

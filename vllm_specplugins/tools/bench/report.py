@@ -108,12 +108,6 @@ def mean_ratio(rows: Sequence[Row]) -> Spread:
 def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
     """Reasons for doubt that follow from the rows."""
     for row in rows:
-        if row.beats_its_steps:
-            yield (
-                f"{row.method} ({row.cell}) decodes {row.decoding.median:.2f}x as fast with {row.tokens_per_step:.2f} "
-                f"tokens/step: its steps took {row.step_cost} of one without speculation, as on some CPUs "
-                "(docs/research/figures.md)."
-            )
         if row.num_faults:
             yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
     plain = [row for row in rows if row.method == NONE]
@@ -152,7 +146,7 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
         "methods": dict(report.configs),
         "step_ms_by_tokens": dict(report.step_ms_by_tokens),
         "lossless": report.is_lossless,
-        "rows": [asdict(row) | {"loops": row.loops, "beats_its_steps": row.beats_its_steps} for row in rows],
+        "rows": [asdict(row) | {"loops": row.loops} for row in rows],
         "notes": list(report.notes()),
         "advice": advice,
         "chosen": chosen,
