@@ -58,8 +58,8 @@ def trained(folder: Path, kind: str, seconds: float) -> Path:
     rows = rows_of_kind(kind, ROW_TOKENS)
     base = BaseModel.load(str(MODEL), "cpu")
     make = partial(
-        JumpSettings, model=str(MODEL), batch_tokens=2048, row_tokens=ROW_TOKENS, learning_rate=1e-3, seed=0,
-        heldout=0.0, data=len(rows), num_draft=K, early_layers=0, late_layer=base.num_layers,
+        JumpSettings, batch_tokens=2048, row_tokens=ROW_TOKENS, learning_rate=1e-3, seed=0, num_draft=K,
+        early_layers=0, late_layer=base.num_layers,
         inner_size=4 * base.hidden_size,
     )  # fmt: skip
     ends: list[float] = []
@@ -67,7 +67,8 @@ def trained(folder: Path, kind: str, seconds: float) -> Path:
     steps = max(10, int(seconds / (ends[-1] - ends[0]) * (len(ends) - 1)))
     began = time.process_time()
     out = folder / f"{kind}-{steps}"
-    train(base, rows, make(steps=steps), out)
+    if not out.exists():
+        train(base, rows, make(steps=steps), out)
     print(f"{kind}: {steps} steps, {time.process_time() - began:.0f} s", flush=True)
     return out
 

@@ -120,7 +120,7 @@ def _train_look_ahead(add: Add) -> None:
 def _training(add: Add) -> None:
     _model(add)
     add("--data", DATA, Path, nargs="+", required=True)
-    add("--out", "folder of the part; an interrupted run goes on there", Path, required=True)
+    add("--out", "new folder of the part", Path, required=True)
     add("--steps", "optimizer steps", count, 1000)
     add("--batch-tokens", "tokens per step", whole(16, 10_000_000), 4096)
     add("--row-tokens", "tokens per row", whole(16, 1_000_000), 512)

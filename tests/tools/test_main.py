@@ -54,10 +54,7 @@ REFUSED = {
         "--json must be a file in a folder that is there, not ",
     ),
     "out is a file": ([*TRAIN, "--out", "SHORT"], "--out must be a folder that can be written, not "),
-    "out has other files": (
-        [*TRAIN, "--out", "MODEL"],
-        "--out must be a new or empty folder, or one of an earlier run, ",
-    ),
+    "out has other files": ([*TRAIN, "--out", "MODEL"], "--out must be a new or empty folder, not "),
     "layers": ([*CALIBRATE, "--exit-layers", "1;2"], "--exit-layers: must be an integer from 1 to 10000, not '1;2'"),
     "layers too high": (
         [*CALIBRATE, "--exit-layers", "1,3"],

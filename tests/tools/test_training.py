@@ -1,13 +1,11 @@
 """Training of exit heads and jumps on a tiny model."""
 
 import argparse
-import io
 import json
 import resource
 import shlex
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,12 @@ from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig, check_look_ahead
-from vllm_specplugins.proposers.heads.trained import CONFIG_FILE
 from vllm_specplugins.proposers.learning.distillation import Guess, Guesser, jump_guesser, walk
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
-from vllm_specplugins.tools.files import save_whole
-from vllm_specplugins.tools.training import command, core
+from vllm_specplugins.tools.training import command
 from vllm_specplugins.tools.training.command import Trained
-from vllm_specplugins.tools.training.core import rows_of_step, schedule, train
+from vllm_specplugins.tools.training.core import row_batches, schedule, train
 from vllm_specplugins.tools.training.kinds import (
     ExitHeadSettings,
     JumpSettings,
@@ -37,10 +33,7 @@ from vllm_specplugins.tools.training.kinds import (
 )
 from vllm_specplugins.tools.training.scores import Scores, Text, scores, write_texts
 
-COMMON: dict[str, Any] = {
-    "model": "tiny", "steps": 12, "batch_tokens": 128, "row_tokens": 64, "learning_rate": 0.02, "seed": 0,
-    "heldout": 0.1, "data": 1,
-}  # fmt: skip
+COMMON: dict[str, Any] = {"steps": 12, "batch_tokens": 128, "row_tokens": 64, "learning_rate": 0.02, "seed": 0}
 SETTINGS = ExitHeadSettings(**COMMON, exit_layer=1)
 JUMP = JumpSettings(**COMMON, early_layers=0, late_layer=2, inner_size=16, num_draft=2)
 
@@ -120,82 +113,12 @@ def test_saved_in_the_models_dtype(tiny_model: Path, rows: list[list[int]], tmp_
     assert {tensor.dtype for tensor in load_file(tmp_path / "head" / ExitHead.file).values()} == {torch.bfloat16}
 
 
-def failing(calls: int, error: BaseException) -> Callable[..., float]:
-    """`distil`, but the call after so many raises."""
-    distil, left = core.distil, iter(range(calls))
-
-    def wrapped(*args: Any) -> float:
-        if next(left, None) is None:
-            raise error
-        return distil(*args)
-
-    return wrapped
-
-
-def same_part(folder: Path, other: Path) -> bool:
-    return all((folder / name).read_bytes() == (other / name).read_bytes() for name in (ExitHead.file, CONFIG_FILE))
-
-
-def test_resumed_is_uninterrupted(
-    base: BaseModel, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed twice, between saves. Kills: a state that forgets the optimizer, the step, or the order of the rows."""
-    train(base, rows, SETTINGS, tmp_path / "whole")
-    clock = iter(range(0, 10**6, 25))  # seconds: saved at every third step
-    done: list[int] = []
-    monkeypatch.setattr(core.time, "monotonic", lambda: float(next(clock)))
-    for calls in (5, 4, 100):
-        with monkeypatch.context() as patched, suppress(OSError):
-            patched.setattr(core, "distil", failing(calls, OSError("killed")))
-            train(base, rows, SETTINGS, tmp_path / "killed", lambda step, loss: done.append(step))
-    assert done.count(4) == 2 and done[-1] == 12 and len(done) < 20
-    assert same_part(tmp_path / "killed", tmp_path / "whole")
-    # A run that is over stays as it is.
-    train(base, rows, SETTINGS, tmp_path / "killed", lambda step, loss: pytest.fail("it went on"))
-
-
-def test_resumes_with_the_same_settings_only(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
-    """Kills: a setting that is not compared."""
-    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
-    own: Any = {"exit_layer": 2, "steps": 13, "seed": 1, "data": 2, "learning_rate": 0.1, "model": "x"}
-    for name, value in own.items():
-        with pytest.raises(ConfigError, match=r"must be .*, as in the run in .*, or --out new, not .*\.$"):
-            train(base, rows, replace(SETTINGS, **{"steps": 1, name: value}), tmp_path)
-
-
-DAMAGE: tuple[Callable[[dict[str, Any]], Any], ...] = (
-    lambda state: state.pop("step"),
-    lambda state: state.update(step=2),
-    lambda state: state.update(step=True),
-    lambda state: state.update(settings=None),
-    lambda state: state.pop("optimizer"),
-    lambda state: state["weights"].popitem(),
-    lambda state: state["weights"].update({"norm.weight": torch.zeros(())}),
-)
-
-
-def test_a_spoilt_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
-    """Edited or cut short. Kills: an entry that is not looked at before it is used; weights of another shape that are
-    spread over ours; a traceback of torch's or pickle's."""
-    settings, path = replace(SETTINGS, steps=1), tmp_path / core.STATE_FILE
-    train(base, rows, settings, tmp_path)
-    whole, files = path.read_bytes(), [io.BytesIO() for _ in DAMAGE]
-    for damage, file in zip(DAMAGE, files, strict=True):
-        state = torch.load(io.BytesIO(whole), weights_only=True)
-        damage(state)
-        torch.save(state, file)
-    refused = [file.getvalue() for file in files] + [whole[: len(whole) * part // 9] for part in range(9)]
-    for data in refused:
-        path.write_bytes(data)
-        with pytest.raises(ConfigError) as error:
-            train(base, rows, settings, tmp_path)
-        assert str(error.value) == f"--out must be a folder with a whole {core.STATE_FILE}, not {tmp_path}."
-
-
 @pytest.mark.parametrize(("num_rows", "batch_rows"), [(7, 3), (2, 5), (10, 10)])
 def test_every_row_once_an_epoch(num_rows: int, batch_rows: int) -> None:
     """Kills: rows that are left out or drawn twice, and the same order in every epoch."""
-    picked = [row for step in range(3 * num_rows) for row in rows_of_step(step, num_rows, batch_rows, seed=0)]
+    batches = list(islice(row_batches(num_rows, batch_rows, seed=0), 3 * num_rows))
+    assert {len(batch) for batch in batches} == {batch_rows}
+    picked = list(chain.from_iterable(batches))
     epochs = [picked[start : start + num_rows] for start in range(0, len(picked), num_rows)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
@@ -215,47 +138,21 @@ def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.
     )  # fmt: skip
 
 
-def test_interrupted(
-    tiny_model: Path,
-    text_files: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Ctrl-C in the third step: status 130 and a sentence; the head in the end is as if it had not come. Kills: a
-    traceback, and a step that is cut in two and saved.
-    """
-    assert command.run(arguments(tiny_model, text_files, tmp_path / "whole", steps=6)) == 0
-    args = arguments(tiny_model, text_files, tmp_path / "cut", steps=6)
-    monkeypatch.setattr(core, "SAVE_SECONDS", -1)  # after each step
-    capsys.readouterr()
-    for calls, status in ((2, 130), (4, 0)):
-        with monkeypatch.context() as patched:
-            patched.setattr(core, "distil", failing(calls, KeyboardInterrupt()))
-            assert command.run(args) == status
-    assert capsys.readouterr().err == (
-        f"Interrupted. The training is saved in {args.out} once a minute: the same command goes on from there.\n"
-    )
-    assert same_part(tmp_path / "cut", tmp_path / "whole")
-
-
 def test_full_disk(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk. Kills: a traceback of torch's, and half a file left there."""
     settings, full = replace(SETTINGS, steps=1), r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"
-    train(base, rows, settings, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    train(base, rows, settings, tmp_path / "old")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        for save in (initial_head(base, 1).save, lambda folder: torch.save(torch.zeros(1000), folder / "state.pt")):
+        for folder in ("old", "new"):
             with pytest.raises(ConfigError, match=full):
-                save_whole(tmp_path, save)
-        with pytest.raises(ConfigError, match=full):
-            train(base, rows, settings, tmp_path / "new")
+                train(base, rows, settings, tmp_path / folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((tmp_path / "new").iterdir()) == []
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
 
 
 def test_scores_only_what_was_not_trained_on(

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import publish, say, serve_with, show_table
+from vllm_specplugins.tools.report import say, serve_with, show_table, write_json
 from vllm_specplugins.tools.training.kinds import skipping_guesser
 from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
 
@@ -124,11 +124,11 @@ def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) ->
             state, same = dropped_one(base, searched, **state)
             words = f"dropping layers, those left draft {same:.0%} of the tokens"
             bars.update(task, completed=num_dropped + 1, description=words)
-            publish(args, {**facts, **state})
+            write_json(args.json, {**facts, **state})
         bars.update(task, description="scoring held-out answers", total=None)
         heldout = texts[HELD_OUT - 1 :: HELD_OUT]
         subsets = [subset(base, heldout, state["dropped"], size, args.max_draft) for size in args.layers]
-    publish(args, {**facts, **state, "subsets": [asdict(row) for row in subsets]})
+    write_json(args.json, {**facts, **state, "subsets": [asdict(row) for row in subsets]})
     show(subsets)
 
 

@@ -1,9 +1,6 @@
 """The commands that train a part and score it."""
 
 import argparse
-import json
-import sys
-import zlib
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,13 +8,12 @@ import torch
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
-from vllm_specplugins.structures.whole_file import BEGUN
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import every_nth, make_folder
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import say, serve_with, show_table
-from vllm_specplugins.tools.training.core import STATE_FILE, Settings, train
+from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.kinds import KINDS
 from vllm_specplugins.tools.training.scores import Scores, scores, write_texts
 
@@ -56,23 +52,18 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device must be cpu, not cuda: torch finds no GPU.")
-    names = {path.name for path in make_folder(args.out).iterdir() if not path.name.startswith(BEGUN)}
-    if names and STATE_FILE not in names:  # a part would replace these files
-        raise ConfigError(f"--out must be a new or empty folder, or one of an earlier run, not {args.out}.")
+    if any(make_folder(args.out).iterdir()):  # a part would replace these files
+        raise ConfigError(f"--out must be a new or empty folder, not {args.out}.")
     with progress() as bars:
         rows = _rows(args, bars)
         heldout = set(every_nth(len(rows), max(1, round(len(rows) * args.heldout))))
         base = BaseModel.load(args.model, device)
-        settings = _settings(args, base, zlib.crc32(json.dumps(rows).encode()))
+        settings = _settings(args, base)
         train_rows, test_rows = (
             [row for i, row in enumerate(rows) if (i in heldout) == held] for held in (False, True)
         )
         try:
             trained = _trained(base, train_rows, test_rows, settings, args, bars)
-        except KeyboardInterrupt:
-            words = f"The training is saved in {args.out} once a minute: the same command goes on from there."
-            sys.stderr.write(f"Interrupted. {words}\n")
-            return 130
         except torch.OutOfMemoryError:
             raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
     show(trained)
@@ -89,7 +80,7 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
     return rows
 
 
-def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
+def _settings(args: argparse.Namespace, base: BaseModel) -> Settings:
     kind = KINDS[args.command]
     values = {entry.name: getattr(args, entry.name) for entry in fields(kind) if hasattr(args, entry.name)}
     if "layers" in values:
@@ -101,7 +92,7 @@ def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
     for name, default in (("late_layer", base.num_layers), ("inner_size", 4 * base.hidden_size)):
         if name in values and values[name] is None:
             values[name] = default
-    settings = kind(**values | {"data": data})
+    settings = kind(**values)
     settings.check(base)
     return settings
 
