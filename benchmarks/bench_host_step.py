@@ -9,8 +9,7 @@ work on the machine leaves these alone. What the driver takes is not in it (abou
 nor what a front end does. K does not change (no gate by time, where time means nothing) and is 5; an arm's ending says
 more: ", K = 31"; ", K = 0": the scheduler plans no drafts. ", free": further tokens cost the target nothing, as with
 few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured. ", TRITON_ATTN": with
-what the attention of trees extends. ", no telemetry": without metrics by shape of a step. ", JSON": each request has a
-grammar, that forbids nothing and costs nothing, and nothing is found.
+what the attention of trees extends. ", no telemetry": without metrics by shape of a step.
 """
 
 import argparse
@@ -23,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from time import thread_time_ns
-from types import SimpleNamespace
 from typing import Any
 
 import null_device
@@ -84,23 +82,6 @@ MODEL = {
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512]  # the last is vLLM's largest, too
 
 
-class Grammar:
-    """One that forbids nothing."""
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return True
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return tokens
-
-    def is_terminated(self) -> bool:
-        return False
-
-    def fill_bitmask(self, bitmask: Any, row: int) -> None: ...
-
-    def rollback(self, num_tokens: int) -> None: ...
-
-
 class Engine:
     """One arm's."""
 
@@ -120,8 +101,7 @@ class Engine:
         planned = 0 if "K = 0" in endings else num_draft
         if "no telemetry" in endings:
             _record_nothing()
-        self._has_grammar = "JSON" in endings
-        null_device.num_draft = 0 if method is None or self._has_grammar else planned
+        null_device.num_draft = 0 if method is None else planned
         config = None if method is None else {"num_speculative_tokens": num_draft, **method}
         if "gate off" in endings and config is not None:
             config["gate"] = "off"
@@ -147,8 +127,6 @@ class Engine:
         self._core, self._num_requests = self._llm.llm_engine.engine_core.engine_core, 0
         runner = self._core.model_executor.driver_worker.worker.model_runner
         _pin(self._core.scheduler, planned if method else None)
-        if self._has_grammar:
-            self._make_grammars()
         _replace_results(runner, num_draft, "free" in endings)
 
     def run(self, num_requests: int, num_steps: int) -> tuple[list[float], dict[str, float]]:
@@ -163,42 +141,10 @@ class Engine:
         self._end()
         return times, spent
 
-    def profile(self, num_requests: int, num_steps: int) -> list[tuple[str, float, float]]:
-        """Functions, and their calls and microseconds a step, what they call included."""
-        import cProfile
-        import pstats
-
-        self._begin(num_requests)
-        profile = cProfile.Profile(lambda: (thread_time_ns() - null_device.excluded_ns) / 1e9)
-        profile.enable()
-        for _ in range(num_steps):
-            self._core.step_fn()
-        profile.disable()
-        self._end()
-        stats: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-        rows = [
-            ("/".join((*Path(file).parts[-2:], name)), calls / num_steps, whole * 1e6 / num_steps)
-            for (file, _, name), (_, calls, _, whole, _) in stats.items()
-        ]
-        return sorted(rows, key=lambda row: -row[2])
-
-    def _make_grammars(self) -> None:
-        import torch
-        from vllm import SamplingParams
-
-        manager, width = self._core.structured_output_manager, -(-MODEL["vocab_size"] // 32)  # type: ignore[operator]
-        masks = {"allocate_token_bitmask": lambda rows: torch.full((rows, width), -1, dtype=torch.int32)}
-        manager.backend = SimpleNamespace(**masks, destroy=lambda: None)
-        manager.grammar_init = lambda request: setattr(request.structured_output_request, "grammar", Grammar())
-        SamplingParams._validate_structured_outputs = lambda *arguments: None  # there is no tokenizer
-
     def _begin(self, num_requests: int) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
 
-        grammar = StructuredOutputsParams(regex=".*") if self._has_grammar else None
         params = SamplingParams(temperature=self._temperature, max_tokens=8000, ignore_eos=True, detokenize=False)
-        params.structured_outputs = grammar
         for _ in range(num_requests):
             self._num_requests += 1
             prompt = [5 + (self._num_requests + place) % 7 for place in range(12)]
@@ -324,7 +270,7 @@ def started(arms: Iterable[str]) -> dict[str, Any]:
 
 
 def measure(
-    arms: Iterable[str], rounds: int, steps: int, profiled: int, found: list[dict[str, Any]] | None = None
+    arms: Iterable[str], rounds: int, steps: int, found: list[dict[str, Any]] | None = None
 ) -> dict[tuple[str, int], float]:
     """Minima by arm and number of requests, also as rows of a table.
 
@@ -350,9 +296,6 @@ def measure(
             found.append({"arm": arm, "us": us, "counts": counts})
         spent = ", ".join(f"{count:g} {name}" for name, count in sorted(counts.items()))
         print(f"| {arm} | {' | '.join(values)} | {spent} |", flush=True)
-        if profiled:
-            connection.send(("profile", profiled, steps))
-            print("\n".join(f"{whole:8.1f} us {calls:6.1f} x {name}" for name, calls, whole in connection.recv()[:100]))
         connection.send(None)
     return minima
 
@@ -387,17 +330,16 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--profile", type=int, default=0, metavar="REQUESTS", help="by function, at so many requests")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     print(f"| arm | {' | '.join(f'{n}, us' for n in BATCHES)} | of none | of ngram_gpu | a step |\n{'|---' * 7}|")
     found: list[dict[str, Any]] = []
-    minima = measure(args.arms, args.rounds, args.steps, args.profile, found)
+    minima = measure(args.arms, args.rounds, args.steps, found)
     if args.json:
         args.json.write_text(json.dumps({"versions": versions("vllm", "torch", "triton"), "rows": found}))
     if args.check and missed(minima):  # once more: other work on the machine is not the code's fault
-        again = measure(args.arms, args.rounds, args.steps, args.profile)
+        again = measure(args.arms, args.rounds, args.steps)
         minima = {cell: min(microseconds, again[cell]) for cell, microseconds in minima.items()}
     if args.check and (problems := [*missed(minima), *changed(found)]):
         sys.exit("\n".join(problems))
