@@ -74,10 +74,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def v2_on_a_cpu() -> Iterator[None]:
-    """What V2 lacks on a CPU; processes of their own get the interpreter from a plugin (triton_cpu)."""
+    """What V2 lacks on a CPU; processes of their own get the interpreter from a plugin (triton_cpu). A start measures
+    each size of a step once: it would take most of the time, for figures that `drafts_pay` replaces."""
     from simulated_device.device import interpreted
 
-    with interpreted():
+    with interpreted(), pytest.MonkeyPatch.context() as patches:
+        patches.setattr("vllm.v1.worker.gpu.spec_decode.adaptive_verification._PROFILE_REPLAYS", 1)
+        patches.setattr("vllm_specplugins.engine.adaptive.prices._REPLAYS", 1)
         yield
 
 

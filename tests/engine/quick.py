@@ -10,12 +10,14 @@ freeze, unfreeze = gc.freeze, gc.unfreeze
 def quick_starts() -> None:
     """Changes vLLM in this process, for good. It looks at classes of models in a process of its own, which imports all
     of vLLM: this one has done so. And it collects garbage some ten times on its way, half a second each; so what there
-    is without an engine is left out of that (`leave_out`).
+    is without an engine is left out of that, from the beginning and with each end (`leave_out`).
     """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()
-    gc.freeze = gc.unfreeze = lambda: None  # vLLM's own would leave engines out, and take the rest in again
+    gc.collect()
+    freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM's would leave engines out, and take the rest in again
 
 
 def leave_out(engine: "weakref.ref[Any]") -> None:
