@@ -109,7 +109,8 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def page(name: str) -> str:
-    return "\n".join(PAGES[name]()).rstrip() + "\n"
+    text = "\n".join(PAGES[name]()).rstrip() + "\n"
+    return text.replace("python -m vllm_specplugins", "vllm-specplugins")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def dictionary(text: str) -> dict[str, Any]:
 def _train_exit_head(add: Add) -> None:
     """Train a norm and a head for some layers, so that they draft more like the whole model.
 
-    Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD
+    Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --dataset-path corpus/*.txt --out HEAD
     """
     add("--exit-layer", "how many layers run before the head, the first ones", layer)
     add("--layers", "which layers run before the head instead, from 0, as in 0,1,4", listed(whole(0, 9_999)))
@@ -93,27 +93,27 @@ def _train_exit_head(add: Add) -> None:
 
 
 def _train_jump(add: Add) -> None:
-    """Train a part that predicts the state before a model's head or last layers, so that they draft without the others.
+    """Train a jump, which predicts the final hidden state, so that a draft runs no layers.
 
-    Example: python -m vllm_specplugins train-jump MODEL --data corpus/*.txt --out HEAD
+    Example: python -m vllm_specplugins train-jump MODEL --dataset-path corpus/*.txt --out HEAD
     """
-    add("--early-layers", "how many layers run for a token before the jump", whole(0, 10_000), 0)
-    shown = "all, so that none runs"
-    add("--late-layer", "how many layers lie before the first one after the jump", whole(0, 10_000), shown=shown)
-    add("--inner-size", "of the part", whole(1, 1_000_000), shown="4 times the hidden size")
-    add("--num-draft", "how many jumps it learns to make, one after the other", whole(1, 64), 3)
-    add("--resume", "a head to go on from, as one that learned while it served", shown="none", metavar="DIR")
+    add("--early-layers", "number of layers that run for each token before the jump", whole(0, 10_000), 0)
+    shown = "all layers, so that none runs after the jump"
+    add("--late-layer", "index of the first layer that runs after the jump", whole(0, 10_000), shown=shown)
+    add("--inner-size", "inner size of the part", whole(1, 1_000_000), shown="4 times the hidden size")
+    add("--num-draft", "number of consecutive draft tokens to train for", whole(1, 64), 3)
+    add("--resume", "folder of a part to continue from, such as one that learned", shown="none", metavar="DIR")
     _training(add)
 
 
 def _train_look_ahead(add: Add) -> None:
-    """Train embeddings that stand for draft tokens not yet known, so that an early exit drafts all in one pass.
+    """Train look-ahead embeddings, with which an early exit drafts all tokens in one pass.
 
-    Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --data c/*.txt --out AHEAD
+    Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --dataset-path c/*.txt --out AHEAD
     """
-    add("--exit-layer", "how many layers they run through", layer, required=True)
+    add("--exit-layer", "number of layers that they pass", layer, required=True)
     add("--exit-head", "a trained head for this layer", shown="the model's norm and head", metavar="DIR")
-    add("--num-draft", "how many tokens one pass drafts, one more than there are embeddings", whole(2, 64), 4)
+    add("--num-draft", "number of tokens that one pass drafts", whole(2, 64), 4)
     _training(add)
 
 
@@ -124,98 +124,100 @@ def _training(add: Add) -> None:
     add("--steps", "optimizer steps", count, 1000)
     add("--batch-tokens", "tokens per step", whole(16, 10_000_000), 4096)
     add("--row-tokens", "tokens per row", whole(16, 1_000_000), 512)
-    add("--learning-rate", "highest", share, 1e-3)
-    add("--heldout", "share of rows to score", share, 0.05)
-    add("--device", "to train on", shown="cuda if there is a GPU", choices=("cpu", "cuda"))
-    add("--seed", "of the order of the rows", whole(0, 2**31), 0)
+    add("--learning-rate", "highest learning rate", share, 1e-3)
+    add("--heldout", "share of rows to hold out for the score", share, 0.05)
+    add("--device", "device to train on", shown="cuda if there is a GPU", choices=("cpu", "cuda"))
+    add("--seed", "seed of the order of the rows", whole(0, 2**31), 0)
 
 
 def _calibrate(add: Add) -> None:
     """Find the method, exit layer and number of draft tokens that serve a model fastest; or, with --layers, which
     layers draft best.
 
-    Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --json REPORT
+    Example: python -m vllm_specplugins calibrate MODEL --dataset-path corpus/*.txt --output-json REPORT
     """
     _model(add)
     add("--data", DATA, Path, nargs="+", required=True)
     add("--exit-layers", "as in 1,2,4", listed(layer), shown="all but the last")
     words = "how many layers are to draft, as in 16,24: finds which, and serves nothing; goes on in the file of --json"
     add("--layers", words, listed(layer))
-    add("--exits", "how many of them to serve", whole(1, 64), 2)
-    also, words = "prompt_lookup,suffix_lookup,cascade", "other methods to serve, as of `bench`, or none"
+    add("--exits", "number of the best exits to serve", whole(1, 64), 2)
+    also, words = "prompt_lookup,suffix_lookup,cascade", "other methods to serve, in the form of `bench`, or none"
     add("--also", words, default=[also], shown=also, nargs="+", metavar="METHOD")
-    add("--max-draft", "of an exit's step, at most", whole(1, 64), 8, metavar="K")
-    add("--enforce-eager", "as for vLLM; calibrate with it if you serve with it", bool)
+    add("--max-draft", "longest draft of an exit", whole(1, 64), 8, metavar="K")
+    add("--enforce-eager", "serve without CUDA graphs, if you serve so later", bool)
     _measuring(add, rounds=3, prompts=8, tokens=96)
 
 
 def _verify_lossless(add: Add) -> None:
-    """Compare samples of real engines, with and without speculation, with their exact distribution.
+    """Compare sampled outputs, with and without speculation, with the exact distribution.
 
     Example: python -m vllm_specplugins verify-lossless --method prompt_lookup early_exit
     """
-    add("--method", "names, or values of --speculative-config", shown="all of ours", nargs="+", metavar="METHOD")
-    add("--samples", "of each cell", whole(100, 10_000_000), 4000)
-    add("--seed", "of model, prompts and engines", whole(0, 2**31), 0)
-    add("--json", "where to write the report, too", Path)
+    add("--method", "names, or values of --speculative-config", shown="all methods", nargs="+", metavar="METHOD")
+    add("--samples", "samples per test", whole(100, 10_000_000), 4000)
+    add("--seed", "seed of the model, the prompts and the engines", whole(0, 2**31), 0)
+    add("--json", "file for the report", Path)
 
 
 def _check(add: Add) -> None:
     """Run your proposer against a recorded engine, and report its violations, its gain and its cost.
 
     Example: python -m vllm_specplugins check my_pkg.module:MyProposer, with PYTHONPATH=. in front. The exit code
-    is 0 where nothing is violated, 1 where something is, 2 where it cannot be run.
+    is 0 if nothing is violated, 1 if something is, and 2 if the proposer cannot run.
     """
     add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
-    add("--options", "of the proposer", dictionary, {}, metavar="JSON")
-    add("--time-budget-ms", "of a step", whole(1, 60_000), 1000)
+    add("--options", "options of the proposer", dictionary, {}, metavar="JSON")
+    add("--time-budget-ms", "time limit of a step", whole(1, 60_000), 1000)
 
 
 def _doctor(add: Add) -> None:
-    """Report what speculation would run on here, and what stands in its way; starts no engine.
+    """Check an installation, a configuration and a model without starting an engine.
 
     Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. The exit code is
-    0 where that would be served, 1 where it would not, 2 where the question is wrong.
+    0 if vLLM would serve it, 1 if not, and 2 if the arguments are wrong.
     """
-    add("--speculative-config", "to serve with", dictionary, shown="a ready one", metavar="JSON")
+    add("--speculative-config", "configuration to check", dictionary, shown="a ready one", metavar="JSON")
     _model(add, "--model")
     add("--json", "print the findings as JSON", bool)
 
 
 def _build_store(add: Add) -> None:
-    """Make a store for suffix_lookup from texts like those that it will serve.
+    """Make a store for suffix_lookup from past outputs.
 
-    Example: python -m vllm_specplugins build-store --tokenizer MODEL --data logs/*.jsonl --out store.bin
+    Example: python -m vllm_specplugins build-store --tokenizer MODEL --dataset-path logs/*.jsonl --out store.bin
     """
     _model(add, "--tokenizer", required=True)
-    add("--data", f"{DATA}; the last stay longest", Path, nargs="+", required=True)
-    add("--out", "file, which store_path will name", Path, required=True)
-    add("--cache-salt", "of the requests that shall see it", shown="those without one", metavar="SALT")
+    add("--data", f"{DATA}; later texts stay longer", Path, nargs="+", required=True)
+    add("--out", "file of the store, for the field store_path", Path, required=True)
+    add("--cache-salt", "cache_salt of the requests that may use it", shown="requests without one", metavar="SALT")
 
 
 def _bench(add: Add) -> None:
-    """Measure how much faster methods serve a model here, against no speculation, with engines that take turns.
+    """Measure how much faster methods serve a model on this machine, with engines that take turns.
 
     Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads edit,chat
-    --batch 1,4
+    --max-concurrency 1,4
     """
     _model(add, "--model", " (default: the chat model that examples/chat_model.py makes)")
     methods = "ngram,prompt_lookup,cascade"
-    words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like"
+    words = "names, names with K as in ngram:31, or values of --speculative-config"
     add("--methods", words, default=[methods], shown=methods, nargs="+", metavar="METHOD")
     names = "edit, summary, maths, chat, retrieval, translation, extraction, agent"
     add("--workloads", names, listed(str.strip), shown="the first four, without --data")
     add("--data", DATA, Path, [], "none", nargs="+")
-    add("--batch", "requests at a time, as in 1,4", listed(whole(1, 4096)), [1], "1")
-    add("--temperature", "as in 0,0.8", listed(temperature), [0.0], "0")
-    add("--ignore-eos", "outputs go on after the end of their text, to --tokens", bool)
-    add("--engine-args", "more arguments of vllm.LLM, for all", dictionary, {}, metavar="JSON")
-    add("--trace", "a log of token ids that all engines emit, in place of workloads", Path, metavar="LOG")
-    words = "with --trace: requests also arrive at random, at these shares of the capacity without speculation, as in "
+    add("--batch", "numbers of concurrent requests, for example 1,4", listed(whole(1, 4096)), [1], "1")
+    add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")
+    add("--ignore-eos", "ignore end tokens, so that each output is as long as allowed", bool)
+    add("--engine-args", "more arguments of vllm.LLM for all engines", dictionary, {}, metavar="JSON")
+    add("--trace", "log of token ids that all engines emit, instead of workloads", Path, metavar="LOG")
+    words = (
+        "with --trace: also let requests arrive at random, at these shares of the rate without speculation, such as "
+    )
     add("--rate", f"{words}0.5,0.9", listed(positive), [], "none")
-    words = "with --trace: the name in the log's \"accepted\" for the accepted tokens of vLLM's drafter"
+    words = "with --trace: key in the log's \"accepted\" with the accepted lengths of vLLM's drafter"
     add("--drafter", words, metavar="NAME")
-    words = "dummy: weights at random, for a folder with config.json alone"
+    words = '"dummy" makes random weights, so that a folder with a config.json suffices'
     add("--load-format", words, choices=("auto", "dummy"))
     _measuring(add, rounds=5, prompts=4, tokens=None)
 
@@ -224,21 +226,21 @@ def _replay(add: Add) -> None:
     """Play recorded traffic with every proposer that reads token ids alone (no model, no GPU): how much would have been
     accepted, its cost, and the method to serve with.
 
-    Example: python -m vllm_specplugins replay --data trace.jsonl --tokenizer MODEL --batch 1,32
+    Example: python -m vllm_specplugins replay --dataset-path trace.jsonl --tokenizer MODEL --max-concurrency 1,32
     """
     add("--data", DATA, Path, nargs="+", required=True)
     _model(add, "--tokenizer", "; for text")
     words = "names, names with K, or values of --speculative-config"
-    add("--methods", words, default=[], shown="all that can be played", nargs="+", metavar="METHOD")
+    add("--methods", words, default=[], shown="all that need token ids only", nargs="+", metavar="METHOD")
     ladder = "3,5,8,12,15,24,31,48,64, as long as the speed rises"
-    add("--num-draft", "values of K", listed(whole(1, 64)), shown=ladder)
-    add("--batch", "requests at a time, as in 1,32", listed(whole(1, 4096)), [1], "1")
-    add("--requests", "the first ones, at most as many", count, 2000)
-    add("--by-file", "play each file of --data for itself, as a task of its name", bool)
-    words = "only requests with even or odd ids, as places in the log where they have none"
+    add("--num-draft", "values of K to try", listed(whole(1, 64)), shown=ladder)
+    add("--batch", "numbers of concurrent requests, for example 1,32", listed(whole(1, 4096)), [1], "1")
+    add("--requests", "number of requests to read", count, 2000)
+    add("--by-file", "report each file of --data as a task", bool)
+    words = "use only requests with even or odd ids (or line numbers, without ids)"
     add("--ids", words, default="all", choices=("all", "even", "odd"))
-    add("--max-output", "leave out requests with more tokens of output", count)
-    words = "also play a drafter with accepted lengths in the log, its ms of a draft, and K: eagle3:2.14:5"
+    add("--max-output", "skip requests with longer outputs, in tokens", count)
+    words = "also replay a drafter: its name in the log, ms per draft, and K, for example eagle3:2.14:5"
     add("--drafter", words, metavar="NAME:MS[:MS_A_TOKEN]:K")
     published = "those published of llama-2-7b or llama-3.1-8b on an H100"
     words = f"step times: {published}, MS:MS_A_TOKEN, or a file that `bench --json` wrote"
@@ -248,19 +250,19 @@ def _replay(add: Add) -> None:
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
-    add("--rounds", "that are measured, after one", whole(1, 1000), rounds)
+    add("--rounds", "measured rounds, after one warm-up", whole(1, 1000), rounds)
     add("--prompts", "in a round, or as many as are asked at a time if that is more", layer, prompts)
     words = "of prompts that are cut from texts; a shorter file is one prompt"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
-    shown = str(tokens or "64, and with --trace that of the log")
-    add("--tokens", "length limit of an output", whole(2, 100_000), tokens, shown)
+    shown = str(tokens or "64; with --trace the log's")
+    add("--tokens", "longest output, in tokens", whole(2, 100_000), tokens, shown)
     shown = "float32 on a CPU, else auto"
     add("--dtype", "of the model", shown=shown, choices=("auto", "bfloat16", "float16", "float32"))
     add("--json", "where to write the figures", Path)
 
 
 def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None:
-    add(name, f"folder of a checkpoint, or its Hugging Face name{more}", metavar="MODEL", **kwargs)
+    add(name, f"folder or Hugging Face name of a model{more}", metavar="MODEL", **kwargs)
 
 
 # By command: the module with its `run`, packages that it needs beside this one, and the function that adds its
