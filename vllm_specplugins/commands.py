@@ -31,7 +31,8 @@ DATA = (
 
 
 def adder(parser: argparse.ArgumentParser) -> Add:
-    """A function that adds an argument to a parser: its name, help, reader (bool: a flag), and default, as `shown`."""
+    """Returns a function that adds an argument to a parser: its name, help, reader (bool: a flag), and default, as
+    `shown`."""
 
     def add(name: str, words: str, read: Any = str, default: Any = None, shown: str = "", **more: Any) -> None:
         if shown := shown or ("" if default is None else str(default)):
@@ -87,8 +88,12 @@ def _train_exit_head(add: Add) -> None:
 
     Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --dataset-path corpus/*.txt --out HEAD
     """
-    add("--exit-layer", "how many layers run before the head, the first ones", layer)
-    add("--layers", "which layers run before the head instead, from 0, as in 0,1,4", listed(whole(0, 9_999)))
+    add("--exit-layer", "number of first layers that run before the head", layer)
+    add(
+        "--layers",
+        "instead, the layers that run before the head, counted from 0, for example 0,1,4",
+        listed(whole(0, 9_999)),
+    )
     _training(add)
 
 
@@ -139,7 +144,7 @@ def _calibrate(add: Add) -> None:
     _model(add)
     add("--data", DATA, Path, nargs="+", required=True)
     add("--exit-layers", "as in 1,2,4", listed(layer), shown="all but the last")
-    words = "how many layers are to draft, as in 16,24: finds which, and serves nothing; goes on in the file of --json"
+    words = "find which layers to draft with, for these numbers of layers, as in 16,24; resumes from --output-json"
     add("--layers", words, listed(layer))
     add("--exits", "number of the best exits to serve", whole(1, 64), 2)
     also, words = "prompt_lookup,suffix_lookup,cascade", "other methods to serve, in the form of `bench`, or none"
@@ -163,7 +168,7 @@ def _verify_lossless(add: Add) -> None:
 def _check(add: Add) -> None:
     """Run your proposer against a recorded engine, and report its violations, its gain and its cost.
 
-    Example: python -m vllm_specplugins check my_pkg.module:MyProposer, with PYTHONPATH=. in front. The exit code
+    Example: python -m vllm_specplugins check my_pkg.module:MyProposer. The exit code
     is 0 if nothing is violated, 1 if something is, and 2 if the proposer cannot run.
     """
     add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
@@ -242,23 +247,23 @@ def _replay(add: Add) -> None:
     add("--max-output", "skip requests with longer outputs, in tokens", count)
     words = "also replay a drafter: its name in the log, ms per draft, and K, for example eagle3:2.14:5"
     add("--drafter", words, metavar="NAME:MS[:MS_A_TOKEN]:K")
-    published = "those published of llama-2-7b or llama-3.1-8b on an H100"
-    words = f"step times: {published}, MS:MS_A_TOKEN, or a file that `bench --json` wrote"
+    published = "llama-2-7b or llama-3.1-8b on an H100"
+    words = f"step times: {published}, MS:MS_A_TOKEN, or a file from `bench`"
     add("--costs", words, default="llama-2-7b", metavar="COSTS")
-    add("--draft-us", "of drafting, by request and step", positive, shown="measured here")
-    add("--json", "where to write the figures", Path)
+    add("--draft-us", "us of drafting per request and step", positive, shown="measured here")
+    add("--json", "file for the figures", Path)
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--rounds", "measured rounds, after one warm-up", whole(1, 1000), rounds)
-    add("--prompts", "in a round, or as many as are asked at a time if that is more", layer, prompts)
-    words = "of prompts that are cut from texts; a shorter file is one prompt"
+    add("--prompts", "prompts per round, at least the number of concurrent requests", layer, prompts)
+    words = "length of prompts that are cut from texts"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
     shown = str(tokens or "64; with --trace the log's")
     add("--tokens", "longest output, in tokens", whole(2, 100_000), tokens, shown)
     shown = "float32 on a CPU, else auto"
-    add("--dtype", "of the model", shown=shown, choices=("auto", "bfloat16", "float16", "float32"))
-    add("--json", "where to write the figures", Path)
+    add("--dtype", "dtype of the model", shown=shown, choices=("auto", "bfloat16", "float16", "float32"))
+    add("--json", "file for the figures", Path)
 
 
 def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None:

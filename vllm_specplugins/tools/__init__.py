@@ -1,1 +1,1 @@
-"""The commands of `python -m vllm_specplugins`: measuring, playing, checking, and training parts that draft."""
+"""The commands of `vllm-specplugins`, which measure, replay and check methods, and train parts."""

@@ -30,7 +30,7 @@ class BaseModel:
     @classmethod
     def load(cls, path: str, device: str) -> "BaseModel":
         """Loads a checkpoint from a path or a Hugging Face name, in float32 on a CPU, else in its dtype. Raises
-        ConfigError: there is none, or it has no final RMSNorm."""
+        ConfigError if there is none, or if it has no final RMSNorm."""
         logging.disable_progress_bar()
         model = _from_pretrained(AutoModelForCausalLM, path, dtype="auto")
         dtype = model.dtype
@@ -68,7 +68,7 @@ class BaseModel:
             yield [state[index, : len(row)] for state in states]
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] float32 of normed hidden states [T, H], by all that the model does after its layers."""
+        """Logits [T, V] float32 of normed hidden states [T, H], as the model computes them after its layers."""
         layers = self.model.base_model
         layers.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=normed[None])
         try:
@@ -155,12 +155,12 @@ def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tenso
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint; ConfigError if it has none."""
+    """The tokenizer of a checkpoint. Raises ConfigError if it has none."""
     return _from_pretrained(AutoTokenizer, path)
 
 
 def load_config(path: str) -> Any:
-    """The configuration of a checkpoint's language model; ConfigError if there is none."""
+    """The configuration of a checkpoint's language model. Raises ConfigError if there is none."""
     return _from_pretrained(AutoConfig, path).get_text_config()
 
 

@@ -1,4 +1,4 @@
-"""`calibrate`: `bench`, on the user's text, over the methods that can serve a model. The model continues the text
+"""`calibrate` runs `bench` on the user's text, for the methods that can serve a model. The model continues the text
 greedily; a draft token of an exit is accepted if it and all before it are right. The cost is a guess: a draft token
 takes its share of the layers of a step, and verification takes nothing. The best exits are served, beside the methods
 that the user names. K: num_draft."""
@@ -77,7 +77,8 @@ def pick_prompts(args: argparse.Namespace) -> Workload:
 
 
 def pick_layers(args: argparse.Namespace) -> list[int]:
-    """The exit layers of the user, or all but the last; ConfigError for one that the model does not have."""
+    """The user's exit layers, or all layers except the last. Raises ConfigError for a layer that the model does not
+    have."""
     last = load_config(args.model).num_hidden_layers - 1
     layers = sorted(set(args.exit_layers or range(1, max(1, last) + 1)))
     if not 1 <= layers[0] <= layers[-1] <= last:
@@ -87,7 +88,7 @@ def pick_layers(args: argparse.Namespace) -> list[int]:
 
 @torch.no_grad()
 def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[ExitRow]:
-    """A row for each exit, with the best K; ConfigError if the model's outputs are too short to tell."""
+    """A row for each exit, with the best K. Raises ConfigError if the model's outputs are too short to measure."""
     base = BaseModel.load(args.model, "cuda" if torch.cuda.is_available() else "cpu")
     texts, least = list[Text](), args.max_draft + MIN_STEPS
     for length in sorted(set(map(len, prompts))):

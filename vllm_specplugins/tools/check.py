@@ -43,7 +43,7 @@ class Trace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if nothing is violated, else 1."""
+    """Returns 0 if the proposer violates nothing, else 1."""
     config, trace = parse_config(configured(args.proposer, args.options, args.time_budget_ms)), load()
     with progress() as bars:
         task = bars.add_task("steps of the recording", total=len(trace.steps))
@@ -73,8 +73,8 @@ def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -
 
 
 def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> tuple[list[str], Counters]:
-    """Plays the trace to the configured proposer: its violations, a sentence each, and its counters. Raises
-    ConfigError: the proposer cannot be made."""
+    """Plays the trace to the configured proposer. Returns its violations, a sentence each, and its counters. Raises
+    ConfigError if the proposer cannot be made."""
     context = ProposerContext(
         vocab_size=trace.vocab_size,
         max_model_len=trace.max_model_len,

@@ -38,8 +38,8 @@ class Sample:
 
 def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
     """All samples of the files, in order; the file "-" is standard input. A conversation is a sample for each answer in
-    it, and one for an answer that is still to come. Raises ConfigError: a file that cannot be read, or a line that
-    holds nothing of FORMATS."""
+    it, and one for an answer that is still to come. Raises ConfigError if a file cannot be read, or a line has none of
+    the FORMATS."""
     for place, row in chain.from_iterable(map(_rows, files)):
         try:
             for prompt, output in parsed(row, tokenizer):
@@ -52,7 +52,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 
 
 
 def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """The samples with an output. Raises ConfigError: as `samples` does, and for a line without an answer."""
+    """The samples with an output. Raises ConfigError as `samples` does, and for a line without an answer."""
     last: Mapping[str, Any] | None = None
     for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:
@@ -63,7 +63,7 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
 
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """All texts of the files as rows (rows_of). A conversation is its last answer, with all before it."""
+    """All texts of the files as rows (rows_of). A conversation counts as its last answer, with everything before it."""
     by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer, len(tokenizer)))}
     return rows_of(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
@@ -138,7 +138,8 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
 
 
 def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False) -> list[int]:
-    """Token ids of a text, which may begin a request, or as they stand; ConfigError if it is neither."""
+    """The token ids of a text that may begin a request, or token ids unchanged. Raises ConfigError for anything
+    else."""
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ConfigError(f"must hold text without lone surrogates as {key}, not {brief(value)}.")
@@ -152,8 +153,8 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
 
 def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, list[int]]:
     """By drafter: for each number of output tokens so far, how many tokens of its draft would be accepted. A row holds
-    them in our form, or in SpecDecode-Bench's, which counts one token more. Raises ConfigError: lengths of another
-    form, or none of `drafter`, if given."""
+    them in our form, or in SpecDecode-Bench's, which counts one token more. Raises ConfigError for lengths in another
+    form, or if `drafter` is given and has none."""
     given = row.get("accepted", {})
     if not isinstance(given, dict):
         raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")
@@ -175,7 +176,8 @@ def _are_counts(value: Any) -> bool:
 
 
 def parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Pairs:
-    """Prompt and output of each sample of a line, as token ids; ConfigError if it holds nothing of FORMATS."""
+    """Prompt and output of each sample of a line, as token ids. Raises ConfigError if the line has none of the
+    FORMATS."""
     match row:
         case {"messages": messages}:
             yield from _conversation(messages, row.get("choices"), tokenizer)

@@ -1,4 +1,4 @@
-"""Folders that tools read and write, and samples of a range."""
+"""Folders that tools read and write, and evenly spread samples of a range."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def every_nth(count: int, wanted: int) -> list[int]:
 
 
 def make_folder(path: Path) -> Path:
-    """Makes the folder of --out if need be."""
+    """Creates the folder of --out if it is missing."""
     with writing("--out", "folder", path):
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -34,7 +34,7 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
-    """A temporary folder; it stays where a ConfigError or a report names a log in it."""
+    """A temporary folder, which stays if a ConfigError or a report names a log in it."""
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     goes = True
     try:
@@ -49,7 +49,8 @@ def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
 
 
 def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
-    """Has `save` write all files into the folder, or none (SavedFolder). Raises ConfigError: they cannot be written."""
+    """Lets `save` write all files into the folder, or none (SavedFolder). Raises ConfigError if they cannot be
+    written."""
     make_folder(folder)
     try:
         with closing(SavedFolder(folder)) as saved:

@@ -1,4 +1,4 @@
-"""The methods that a tool is to run: by name, by name and K, or as the user would give them to vLLM."""
+"""The methods that a tool runs: given by name, by name and K, or as a --speculative-config."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ def is_ours(config: Config) -> bool:
 
 
 def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
-    """Configurations by name, no speculation first, whether the user names it or not.
+    """Configurations by name. No speculation comes first, even if the user does not name it.
 
     >>> list(pick_methods(["ngram:31,prompt_lookup", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['none', 'ngram:31', 'prompt_lookup', 'ngram:2']

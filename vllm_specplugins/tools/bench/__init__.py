@@ -1,1 +1,1 @@
-"""`bench`: how much faster speculation makes a model here, by method, kind of text, and requests at a time."""
+"""`bench` measures how much faster speculation serves a model here, by method, kind of text and number of requests."""

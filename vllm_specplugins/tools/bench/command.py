@@ -89,8 +89,8 @@ def measure(
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: Turns) -> list[Traffic]:
-    """The traffic of a warm-up and of each round, each with a tenant, and with prompts that no other round has unless
-    it is a log. For a cell with a rate, `turns` of no speculation say how much traffic it can serve."""
+    """The traffic of the warm-up and of each round. Each has a tenant of its round and, unless it is a log, new
+    prompts. For a cell with a rate, `turns` of no speculation say how much traffic it can serve."""
     rounds, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
@@ -130,8 +130,8 @@ def num_prompts(args: argparse.Namespace) -> int:
 
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, the user's last. Raises ConfigError: a prompt and its output exceed the model's
-    length."""
+    """Arguments of `vllm.LLM`; those of the user take precedence. Raises ConfigError: a prompt and its output exceed
+    the model's length."""
     longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
     context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
     if longest + args.tokens > context:
@@ -157,7 +157,8 @@ def engines_up(
     advance: Callable[..., None],
     log: Forced | None = None,
 ) -> Iterator[tuple[dict[str, EngineProcess], Machine]]:
-    """All engines, started one after the other, and their machine; ConfigError for one that does not start."""
+    """Starts all engines, one after the other; returns them and their machine. Raises ConfigError if one does not
+    start."""
     with scratch() as folder, ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for number, (name, config) in enumerate(configs.items()):

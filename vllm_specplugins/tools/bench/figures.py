@@ -52,7 +52,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Traffic of a comparison. With a rate requests arrive at random times, else when another one has ended."""
+    """Traffic of a comparison. With a rate, requests arrive at random times; otherwise one arrives when another
+    ends."""
 
     workload: str
     batch: int  # requests at a time; with a rate their limit
@@ -66,7 +67,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Figures of a method in a cell. A step is one of a request, after that of its first token."""
+    """Figures of a method in a cell. Steps are counted by request, without the step of the first token."""
 
     cell: Cell
     method: str
@@ -97,9 +98,10 @@ def rows_of(
     has_cpu_clock: bool = False,
     log: Sequence[Sequence[int]] | None = None,
 ) -> list[Row]:
-    """The rows of a cell, from turns by method, no speculation first, each with a warm-up. With `has_cpu_clock` (the
-    model runs in the engine's thread, on a CPU) the CPU time of that thread replaces wall time where other load makes a
-    range wide. Outputs are compared with the `log` that engines were forced to emit, or else with no speculation's."""
+    """The rows of a cell, made from the turns of each method. No speculation comes first; the first turn is a warm-up.
+    With `has_cpu_clock` (the model runs in the engine's thread, on a CPU) the CPU time of that thread replaces wall
+    time where other load makes a range wide. Outputs are compared with the `log` that engines were forced to emit, or
+    else with no speculation's."""
     plain = next(iter(turns.values()))
     for clock in ("wall", "cpu"):
         rows = [_row(cell, name, measured[1:], plain[1:], clock, log) for name, measured in turns.items()]

@@ -70,9 +70,9 @@ class Report:
 
 
 def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
-    """The method to serve with, in words, and its configuration; None for no speculation, or without certainty. A
-    method is recommended where the 95 % interval of its ratio to no speculation, over rounds in which both serve the
-    same prompts, is above 1, and its median pays."""
+    """The method to serve with, in words, and its configuration; None for no speculation, or if the result is
+    uncertain. A method is recommended where the 95 % interval of its ratio to no speculation, over rounds in which both
+    serve the same prompts, is above 1, and its median pays."""
     by_method = {name: [row for row in rows if row.method == name] for name in configs}
     gains = {name: mean_ratio(its) for name, its in by_method.items()}
     best = max(list(gains)[1:], key=lambda name: gains[name].median)

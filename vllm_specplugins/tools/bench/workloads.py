@@ -31,11 +31,11 @@ class Workload:
     log: Forced | None = None  # outputs that engines are forced to emit; all rounds ask all prompts
 
     def take(self, count: int, start: int = 0) -> list[list[int]]:
-        """`count` prompts, from the start again where there are fewer."""
+        """`count` prompts; a shorter list starts again."""
         return [self.prompts[index % len(self.prompts)] for index in range(start, start + count)]
 
     def is_short(self, count: int) -> bool:
-        """Whether some of `count` prompts repeat although they should not."""
+        """Whether some of `count` prompts repeat, although they should not."""
         return not self.log and len(self.prompts) < count
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
@@ -46,7 +46,7 @@ class Workload:
 
 
 def make_workload(name: str, tokenizer: Any, count: int) -> Workload:
-    """The first `count` prompts of one of TASKS; ConfigError for another name."""
+    """The first `count` prompts of one of TASKS. Raises ConfigError for another name."""
     if name not in TASKS:
         raise ConfigError(f"--workloads must be of {', '.join(TASKS)}, not {brief(name)}.")
     return next(task for task in read_workloads(PROMPTS, tokenizer, count, 0) if task.name == name)

@@ -76,7 +76,7 @@ WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed", "stop_token_ids":
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Sampling parameters of which samples are judged together, after each prompt."""
+    """Sampling parameters; their samples are tested together, for each prompt."""
 
     name: str
     params: tuple[dict[str, Any], ...]
@@ -139,7 +139,7 @@ def groups(cell: Cell, prompts: list[list[int]]) -> list[Request]:
 
 
 def requests(groups: list[Request], num_samples: int, is_greedy: bool = False) -> Iterator[tuple[int, Request]]:
-    """Each group's index and requests, in turns, for about num_samples outputs in all; one of each group if greedy."""
+    """Each group's index and requests, in turns, for about num_samples outputs in total; one per group if greedy."""
     turns = 1 if is_greedy else max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
     # A request's last token is never drafted: one more than an outcome has is asked for.
     more: dict[str, Any] = {"n": PER_TURN, "max_tokens": NUM_TOKENS + 1}

@@ -34,7 +34,7 @@ def write_checkpoint(folder: Path, seed: int) -> LlamaForCausalLM:
 
 
 def write_parts(folder: Path, seed: int) -> None:
-    """Writes `jump` and `look_ahead`, with random weights, and `draft_model` and `eagle`, of the first layer."""
+    """Writes a `jump` and `look_ahead` with random weights, and a `draft_model` and `eagle` made of the first layer."""
     model, generator = make_model(seed), torch.Generator().manual_seed(seed)
     _write_eagle(folder / "eagle", model)
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1

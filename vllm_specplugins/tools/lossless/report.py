@@ -94,7 +94,7 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all cells that vLLM serves passed, and at least one of every method."""
+        """Whether all cells that vLLM serves passed, with at least one cell of every method."""
         passed = {cell.method for cell, verdict in self.pairs if verdict == PASSED}
         return passed == {cell.method for cell in self.judged} and set(self.verdicts) <= {PASSED, REFUSED}
 

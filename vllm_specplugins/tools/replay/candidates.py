@@ -31,7 +31,7 @@ Build = Callable[[ProposerContext], Proposer]
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A drafter of which logs hold the accepted lengths."""
+    """A drafter; logs hold its accepted lengths."""
 
     name: str
     ms: float  # time of all its passes for a step's drafts
@@ -40,7 +40,7 @@ class Drafter:
 
     @classmethod
     def parse(cls, text: str) -> "Drafter":
-        """The drafter of NAME:MS[:MS_A_TOKEN]:K; ConfigError for another form, or a number that is out of range.
+        """Parses a drafter from NAME:MS[:MS_A_TOKEN]:K. Raises ConfigError for another form, or a number out of range.
 
         >>> Drafter.parse("eagle3:2.14:5")
         Drafter(name='eagle3', ms=2.14, token_ms=0.0, num_draft=5)
@@ -64,7 +64,7 @@ class Drafter:
         return {"method": "cascade", "stages": stages, "num_speculative_tokens": LOOKUP_LENGTH}
 
     def step_ms(self, num_reqs: int, drafts: bool) -> float:
-        """ms of a step; where the drafter only takes in the newest tokens, those of one of K passes."""
+        """ms of a step; if the drafter only reads the newest tokens, the ms of one of its K passes."""
         return (self.ms + self.token_ms * self.num_draft * num_reqs) / (1 if drafts else self.num_draft)
 
     def draft(self, traffic: Traffic, request_ids: Sequence[str], texts: Sequence[Int32Array]) -> Int32Array:
@@ -105,8 +105,8 @@ class Candidate:
 
 
 def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candidate]:
-    """Our methods, by method, policy and K; without names all that read token ids alone. Raises ConfigError: an unknown
-    method, or one that reads more."""
+    """Our methods, by method, policy and K; without names, all that read only token ids. Raises ConfigError for an
+    unknown method, or one that reads more."""
     picked = {name: config for name, config in pick_methods(wanted or list(_default())).items() if config}
     for name, config in picked.items():
         if not _reads_tokens_alone(config):
@@ -125,7 +125,7 @@ def beside(drafter: Drafter) -> Candidate:
 
 
 def rivals(drafter: Drafter | None) -> list[Candidate]:
-    """vLLM's n-gram with each K; with a drafter that one alone, and TensorRT-LLM's rule for both."""
+    """vLLM's n-gram with each K. With a drafter, also that drafter alone, and TensorRT-LLM's rule for both."""
     rules = [Candidate("ngram_gpu", FIXED, num_draft, partial(Fixed, *NGRAM_GPU)) for num_draft in NGRAM_GPU_LENGTHS]
     if drafter is not None:
         fixed = {drafter.name: partial(Fixed, 0, 0), "match of 4 first": partial(Fixed, *LONG_MATCH)}

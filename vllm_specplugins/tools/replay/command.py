@@ -73,7 +73,8 @@ def play(
     tokenize: Tokenize,
     bars: Progress,
 ) -> list[Row]:
-    """A row for each batch size and candidate, no speculation first. If the user names no K, K rises as speed does."""
+    """A row for each batch size and candidate, no speculation first. Without a K of the user, K rises while speed
+    rises."""
     task = bars.add_task("no speculation", total=len(traffic.histories) * len(args.batch) * (1 + len(compared)))
     advance = partial(bars.advance, task)
 
@@ -115,7 +116,7 @@ def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> 
 
 
 def is_past(gains: Sequence[float]) -> bool:
-    """Whether the last two K were not faster than one before them.
+    """Whether the last two values of K were not faster than an earlier one.
 
     >>> is_past([1.5, 2.0, 1.9]), is_past([1.5, 2.0, 1.9, 1.8]), is_past([1.5, 2.0, 1.9, 2.1])
     (False, True, False)

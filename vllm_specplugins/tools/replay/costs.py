@@ -13,8 +13,9 @@ from vllm_specplugins.config import ConfigError, brief
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Time of a step by the tokens in it: linear between measured points; after them it goes on, if it does not fall.
-    `ms` is by tokens verified, in order, those of all requests together; a request without a draft verifies one."""
+    """The time of a step as a function of its tokens: linear between measured points, and extrapolated unless it would
+    fall. `ms` is by tokens verified, in order, those of all requests together; a request without a draft verifies
+    one."""
 
     ms: Mapping[int, float]
     context_ms: float = 0.0  # for each token of context of each request: attention reads its keys and values

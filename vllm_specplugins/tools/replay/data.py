@@ -54,8 +54,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The requests of a log that are played. `ids` picks "even" or "odd" ones by their "id", or by their places in the
-    log where they have none, or "all"."""
+    """The requests of a log that are played. `ids` selects requests with "even" or "odd" ids (or line numbers, without
+    ids), or "all"."""
 
     limit: int  # the first ones, at most as many
     ids: str = "all"

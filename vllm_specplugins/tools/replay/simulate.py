@@ -96,8 +96,8 @@ class Player:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all steps of single requests after their first tokens; `by_request` holds for each number its tokens
-    emitted and its share of the time in ms."""
+    """Sums over all steps of single requests after their first tokens. `by_request` maps a request's number to its
+    emitted tokens and its share of the time in ms."""
 
     steps: int = 0
     drafts: int = 0  # steps that verified a draft
