@@ -19,6 +19,7 @@ from .rejection.adjust import adjust
 from .rejection.drafts import sample_with_q
 from .rejection.inputs import Batch, as_step, make_batch, make_edits, to_device
 from .rejection.step import sample_step
+from .rounds.siblings import draw_siblings, try_siblings
 from .steps import join, limit, newest, tally
 from .trees import attend, compact, walk
 from .trees.inputs import make_attention, make_moves, make_walks
@@ -101,6 +102,8 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[], _Case]]]:
         yield "trees, attention", partial(_attention, shapes, shapes.heads)
         yield "trees, paths", lambda: _Case(walk, make_walks(50, shapes.max_num_draft + 1))
         yield "trees, moves", partial(_moves, shapes, shapes.heads)
+    if shapes.heads is not None and shapes.samples:
+        yield "trees, rounds", partial(_rounds, shapes)
 
 
 def _batch(shapes: Shapes, num_long_rows: int, short: list[int], dense: bool = False, truncated: bool = False) -> Batch:
@@ -161,6 +164,15 @@ def _noise(shapes: Shapes) -> _Case:
     sampling = batch.sampling.at(batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff()))
     sampling = replace(sampling, temperature=sampling.temperature.clamp(min=0.4))  # at 0 there is no q
     return _Case(sample_with_q, (batch.target_logits, batch.positions, sampling), num_near_ties=1)
+
+
+def _rounds(shapes: Shapes) -> _Case:
+    batch = _batch(shapes, 0, [1] * 16, dense=True, truncated=True)
+    states, rows = batch.idx_mapping, batch.cu_num_logits[:-1].long()
+    assert batch.draft_logits is not None
+    q_logits, positions, sampling = batch.draft_logits[states, 0], batch.positions[rows], batch.sampling.at(states)
+    siblings = draw_siblings(q_logits, batch.draft_token_ids[rows + 1], positions, sampling, 4)
+    return _Case(try_siblings, (batch.target_logits[rows], q_logits, siblings, positions, sampling), num_near_ties=1)
 
 
 def _lookup(shapes: Shapes) -> _Case:

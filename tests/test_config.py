@@ -391,7 +391,9 @@ def test_trees() -> None:
         ({"tree": 7, "num_speculative_tokens": 5}, "num_speculative_tokens must be 7, the tree.s, or left out, not 5"),
         ({"tree": 7, "verification": "vllm"}, "verification must be 'fused' with tree, not 'vllm'"),
         ({"tree": 7, "look_ahead": "/folder"}, "look_ahead must be left out with tree"),
-        ({"tree": 7, "draft_sample_method": "probabilistic"}, "draft_sample_method must be 'coupled' or 'greedy'"),
+        ({"tree": 7, "draft_sample_method": "probabilistic"}, "rejection must be 'rounds' with tree and draft_sample"),
+        ({"tree": 7, "rejection": "rounds"}, "rejection must be .* left out otherwise, not 'rounds'"),
+        ({"draft_sample_method": "probabilistic", "rejection": "rounds"}, "rejection must be 'rounds' with tree"),
     ):
         with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
             parse_config({**EXIT, **more})

@@ -75,8 +75,8 @@ def race_logprobs(
     tensor([[0.2689, 0.7311]])
     """
     (num_rows, vocab_size), greedy = logits.shape, (sampling.temperature == 0)[:, None]
-    cut = _cut(logits, positions, sampling, implementation)[0].float().nan_to_num(-torch.inf, neginf=-torch.inf)
-    below = cut - cut.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(cut.dtype).min)
+    below = cut(logits, positions, sampling, implementation)[0].float().nan_to_num(-torch.inf, neginf=-torch.inf)
+    below = below - below.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(below.dtype).min)
     weights = (below / sampling.temperature.masked_fill(greedy[:, 0], 1.0)[:, None]).exp()
     group_keys, token_keys = (keys(sampling.seeds, positions, stream)[:, None] for stream in (GROUP, TOKEN))
     tokens, groups = (torch.arange(size, device=logits.device) for size in (vocab_size, -(-vocab_size // GROUP_SIZE)))
@@ -97,13 +97,13 @@ def sample_with_q(
     >>> sample_with_q(torch.tensor([[0.0, 9.0]]), torch.tensor([5]), Sampling(torch.ones(1), seeds, top_k))
     (tensor([1]), tensor([[-inf, 9.]]))
     """
-    cut, sampled = _cut(logits, positions, sampling, implementation)
+    q_logits, sampled = cut(logits, positions, sampling, implementation)
     if sampled is None:
-        sampled = coupled_sample(cut, positions, Sampling(sampling.temperature, sampling.seeds), implementation)
-    return sampled, cut
+        sampled = coupled_sample(q_logits, positions, Sampling(sampling.temperature, sampling.seeds), implementation)
+    return sampled, q_logits
 
 
-def _cut(
+def cut(
     logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the logits with -inf where a limit cuts, and the tokens if the kernel that cuts has drawn them, too."""

@@ -16,7 +16,7 @@ import torch
 from conftest import ALL, INTERPRETED, RUNNER, graphs, long, spec_metrics, verify_by_reference
 from parts import learner_of, swaps_weights, with_embeddings, write_head
 from recorded import drafts_pay, replays, runner
-from test_trees import exit_tree, merged_tree
+from test_trees import exit_tree, merged_tree, rounds_tree
 from tree_attention import attend_by_reference
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
@@ -79,10 +79,11 @@ else:  # an interpreted step takes a tenth of a second, and more with many reque
         "learning jump": Row(jump_that_learns, WARM, 72, (0.05, 0.9), "in graphs"),
         "look-ahead": Row(ahead_of_all, WARM, 72, (0.5, 0.9), "in graphs"),  # each first token is the target's
         "tree": Row(exit_tree(4, 1), WARM, 400, SOME, "a tree"),
+        "rounds": Row(rounds_tree(4, 1), [cell(0.8), cell(1.0)], 400, SOME, "a tree"),
         "merged tree": Row(merged_tree(4, 1), WARM, 400, SOME, "a tree"),
         **{name: Row(METHODS[name], WARM, 200, SOME, "in graphs") for name in ("cascade-draft_model", "cascade-eagle")},
     }
-IN_CI = ROWS if RUNNER == "v1" else ("verify", "exit", "all layers", "learning jump", "tree")
+IN_CI = ROWS if RUNNER == "v1" else ("verify", "exit", "all layers", "learning jump", "tree", "rounds")
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +211,14 @@ def see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trees, "put", lambda own, *tree: (put(own, *tree), own._ancestors.copy_((2 << own._nodes) - 1)))
 
 
+def take_another_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings are tried with q of another depth."""
+    from vllm_specplugins.engine.v2.trees import state
+
+    right = state.in_rounds
+    monkeypatch.setattr(state, "in_rounds", lambda *args: right(*args[:5], args[5].roll(1, dims=1), *args[6:]))
+
+
 EXIT = METHODS["early_exit-probabilistic"]
 PLANTED = {
     accept_more: Row(EXIT, [cell(1.5, TOP_K)], 300 if INTERPRETED else 1500),
@@ -217,9 +226,11 @@ PLANTED = {
     recover_from_p: Row(EXIT, WARM, 1500),
     forget_drafts: Row(EXIT, [cell(1.0, REWARDS)], 1500),
     see_each_other: Row(exit_tree(4, 1), WARM, 400, SOME, "a tree"),
+    take_another_q: Row(rounds_tree(4, 1), WARM, 400, SOME, "a tree"),
 }
-OF_V2 = {accept_more: [], see_each_other: [pytest.mark.long]}  # too few samples are drawn there to see the others
-PLANTS = [p for p in PLANTED if p in OF_V2] if INTERPRETED else [p for p in PLANTED if p is not see_each_other]
+OF_TREES = {see_each_other: [pytest.mark.long], take_another_q: [pytest.mark.long]}
+OF_V2 = {accept_more: [], **OF_TREES}  # too few samples are drawn there to see the others
+PLANTS = [p for p in PLANTED if p in OF_V2] if INTERPRETED else [p for p in PLANTED if p not in OF_TREES]
 
 
 @pytest.mark.skipif(RUNNER == "v2" and not INTERPRETED, reason="plants its errors into what runs on a CPU")

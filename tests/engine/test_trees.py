@@ -27,6 +27,10 @@ def exit_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) ->
     return {**config, "tree": num_nodes, "gate": "off", **other}
 
 
+def rounds_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) -> dict[str, Any]:
+    return exit_tree(num_nodes, layer, rejection="rounds", draft_sample_method="probabilistic", **other)
+
+
 def merged_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) -> dict[str, Any]:
     stages = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": layer}]
     return {"method": "cascade", "stages": stages, "tree": num_nodes, "gate": "off", **other}
@@ -50,7 +54,9 @@ def check(llm: Any, least: int) -> None:
 
 
 @on_v2
-@pytest.mark.parametrize(("kind", "asynchronous"), [(exit_tree, False), (exit_tree, True), (merged_tree, True)])
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"), [(exit_tree, False), (exit_tree, True), (rounds_tree, True), (merged_tree, True)]
+)
 def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, kind: Any, asynchronous: bool) -> None:
     """Preemption, prefix-cache hits on blocks whose paths were moved, chunked prefill; one start is as with default
     memory. Kills: a wrong mask, position, node, or place that a path is moved to; a path that is moved twice; graphs or

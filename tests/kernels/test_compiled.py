@@ -20,6 +20,7 @@ MAX_NUM_DRAFT, NUM_SLOTS = 31, 1024  # of a default start
 MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64, "_limit_kernel": 64, "_tally_kernel": 64}
 MAX_REGISTERS |= {"_newest_kernel": 64, "_join_kernel": 64, "_worth_kernel": 64}
+MAX_REGISTERS |= {"_try_kernel": 96}
 MAX_REGISTERS |= {"_attend_kernel": 128, "_walk_kernel": 64, "_compact_kernel": 64}
 # One program of 16 warps, which has a multiprocessor for itself, one of 4, and small ones.
 MAX_REGISTERS |= {"_share_kernel": 128, "_observe_kernel": 128, "_predict_kernel": 64}
@@ -27,7 +28,13 @@ LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
 LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
 LIMITS["gfx942"] = {name: min(limit, 64) for name, limit in MAX_REGISTERS.items()}
-LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_observe_kernel": 128, "_share_kernel": 128, "_attend_kernel": 168}
+LIMITS["gfx942"] |= {
+    "_try_kernel": 96,
+    "_weigh_kernel": 72,
+    "_observe_kernel": 128,
+    "_share_kernel": 128,
+    "_attend_kernel": 168,
+}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_scan_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
@@ -48,11 +55,12 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.acceptance.reference import new_state
     from vllm_specplugins.kernels.budget import Layout, share_budget
     from vllm_specplugins.kernels.history_match import history_match
-    from vllm_specplugins.kernels.rejection import rejection_sample
+    from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
     from vllm_specplugins.kernels.rejection.drafts import rated_sample
     from vllm_specplugins.kernels.rejection.inputs import as_step, make_batch, make_edits
     from vllm_specplugins.kernels.rejection.step import sample_step
+    from vllm_specplugins.kernels.rounds.siblings import try_siblings
     from vllm_specplugins.kernels.steps import join, limit, newest, tally
     from vllm_specplugins.kernels.trees import attend, compact, walk
     from vllm_specplugins.kernels.trees import inputs as tree_inputs
@@ -91,6 +99,14 @@ def record_launches() -> list:
     width = MAX_NUM_DRAFT + 1
     attend(*tree_inputs.make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
     walk(*tree_inputs.make_walks(4, width), implementation="fused")
+    zeros = torch.zeros(4, dtype=torch.int64)
+    of_rows = (
+        torch.zeros(2, 4, VOCAB_SIZE).unbind(0),
+        zeros[:, None].expand(4, 3),
+        zeros,
+        Sampling(torch.ones(4), zeros),
+    )
+    try_siblings(*of_rows[0], *of_rows[1:], "fused")
     caches, moves = tree_inputs.make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
     compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
     for slots, drafts, sampled, rejected in inputs.make_outcomes(1, 8, 2, MAX_NUM_DRAFT):

@@ -139,6 +139,8 @@ class EarlyExitConfig(_Trainable):
         learn: Trains the part while it serves, see below.
         look_ahead: Names the folder of embeddings from `train-look-ahead`, with which one pass drafts all tokens.
         tree: Verifies this many tokens (then also K) as a tree. For 1 to 4 requests, Model Runner V2.
+        rejection: "rounds" tries siblings of a tree of "probabilistic" drafts in turn (SpecInfer), with higher
+            acceptance at temperatures near 1. A seeded output then depends on the drafts.
     """
 
     exit_layer: int = integer(1, 1, MAX_LAYERS)
@@ -148,6 +150,7 @@ class EarlyExitConfig(_Trainable):
     learn: Any = field(default=None, metadata=LEARN)
     look_ahead: str | None = optional(path())
     tree: int | None = optional(integer(1, 1, MAX_TREE))
+    rejection: str | None = optional(choice("rounds"))
 
     def __post_init__(self) -> None:
         check_fields(self, "early_exit")
@@ -183,12 +186,14 @@ class JumpConfig(_Trainable):
         draft_sample_method: See `early_exit`.
         learn: See `early_exit`.
         tree: See `early_exit`.
+        rejection: See `early_exit`.
     """
 
     head: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     learn: Any = field(default=None, metadata=LEARN)
     tree: int | None = optional(integer(1, 1, MAX_TREE))
+    rejection: str | None = optional(choice("rounds"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,12 +206,14 @@ class MedusaConfig(_Trainable):
         draft_sample_method: See `early_exit`.
         learn: See `early_exit`; trains the heads' layers.
         tree: See `early_exit`.
+        rejection: See `early_exit`.
     """
 
     heads: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     learn: Any = field(default=None, metadata=LEARN)
     tree: int | None = optional(integer(1, 1, MAX_TREE))
+    rejection: str | None = optional(choice("rounds"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,17 @@ def chain_length(num_nodes: int) -> int:
     return (num_nodes + 3) // 3
 
 
+def sibling_places(num_nodes: int) -> list[tuple[int, int]]:
+    """Depths and turns of the nodes in a tree of sampled drafts, which must not depend on the drafts: those with the
+    smallest depth + 2 * turn, since a later sibling is accepted less often than a deeper token.
+
+    >>> sibling_places(7)
+    [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
+    """
+    places = product(range(chain_length(num_nodes)), range(num_nodes))
+    return sorted(places, key=lambda place: (place[0] + 2 * place[1], place[1]))[:num_nodes]
+
+
 def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
     """A copy in which K is the tree's size, and a stage beside a lookup drafts its chain; the same one without `tree`.
 
@@ -29,6 +40,13 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
                 f"cascade: stages[{index}] must not hold tree, which the cascade has, or a method that is alone."
             )
     method, tree = config.method, getattr(config.method_config, "tree", None)
+    in_rounds = any(getattr(part.method_config, "rejection", None) for part in config.parts)
+    samples = "probabilistic" in sample_methods(config)
+    if (tree and samples != in_rounds) or (in_rounds and (config.stages or not tree)):
+        raise ConfigError(
+            f"{method}: rejection must be 'rounds' with tree and draft_sample_method 'probabilistic', outside of a "
+            f"cascade, and left out otherwise, not {'rounds' if in_rounds else None!r}."
+        )
     if not tree:
         return config
     if says_length and config.length != tree:
@@ -37,11 +55,6 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
         )
     if (verification := config.common.verification) != "fused":
         raise ConfigError(f"{method}: verification must be 'fused' with tree, not {verification!r}.")
-    if "probabilistic" in sample_methods(config):
-        raise ConfigError(
-            f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, which holds certain tokens, not "
-            "'probabilistic'."
-        )
     for part, name in product(config.parts, NOT_WITH_TREE):
         if getattr(part.method_config, name, None):
             raise ConfigError(f"{method}: {name} must be left out with tree, which was never tried with it.")

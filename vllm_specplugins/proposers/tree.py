@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplugins.config.trees import chain_length
+from vllm_specplugins.config.trees import chain_length, sibling_places
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import race_logprobs
+from vllm_specplugins.kernels.rounds.siblings import draw_siblings
 from vllm_specplugins.proposers.draft_sampler import ModelProposer
 from vllm_specplugins.target import Target
 
@@ -23,17 +24,21 @@ MAX_CANDIDATES = 8
 
 class Tree(NamedTuple):
     """A tree of each request, in topological order: token ids [R, N] int32; parents [R, N] int64, where 0 is the root
-    and 1 the first node; is_other [R, N] bool: whether only the other chain has the node."""
+    and 1 the first node; is_other [R, N] bool: whether only the other chain has the node; and for sampled drafts
+    logits [R, D, V] of q at each depth."""
 
     token_ids: torch.Tensor
     parents: torch.Tensor
     is_other: torch.Tensor
+    logits: torch.Tensor | None = None
 
 
 def draft_tree(
     proposer: ModelProposer, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None
 ) -> Tree:
     """A tree of each request, or its chain; see `grow`. A request with edited logits must have its chain."""
+    if not proposer.is_one_hot:
+        return _sampled_tree(proposer, target, num_nodes, branches)
     length, logits = chain_length(num_nodes), list[torch.Tensor]()
     steps = proposer.draft_steps(target, length, on_logits=lambda step, row_logits: logits.append(row_logits))
     positions = target.num_tokens[:, None] + torch.arange(length, device=target.num_tokens.device)
@@ -42,6 +47,27 @@ def draft_tree(
         zeros = torch.zeros_like(target.num_tokens)
         sampling = Sampling(zeros.float(), zeros)
     return grow(steps.token_ids, torch.stack(logits, dim=1), positions, sampling, num_nodes, branches, other)
+
+
+def _sampled_tree(proposer: ModelProposer, target: Target, num_nodes: int, branches: torch.Tensor) -> Tree:
+    """A tree of the same shape for each request (kernels/rounds): the chain, and siblings of its tokens."""
+    steps, places = proposer.draft_steps(target, chain_length(num_nodes)), sibling_places(num_nodes)
+    num_siblings = 1 + max(turn for _, turn in places)
+    assert steps.logits is not None
+    (num_rows, length), device = steps.token_ids.shape, steps.token_ids.device
+    at_steps, nodes = (torch.arange(size, device=device) for size in (length, num_nodes))
+    sampling = Sampling(target.sampling.temperature, target.sampling.seeds)
+    siblings = draw_siblings(
+        steps.logits.flatten(0, 1), steps.token_ids.flatten(), (target.num_tokens[:, None] + at_steps).flatten(),
+        sampling.at(torch.arange(num_rows, device=device).repeat_interleave(length)), num_siblings,
+    ).view(num_rows, length, -1)  # fmt: skip
+    # Made of parts that are on the device, since a graph may record it.
+    token_ids = torch.stack([siblings[:, depth, turn] for depth, turn in places], dim=1)
+    above = torch.stack([nodes[places.index((depth - 1, 0)) + 1 if depth else 0] for depth, _ in places])
+    chain = steps.token_ids[:, nodes.clamp(max=length - 1)]
+    parents = torch.where(branches[:, None], above, nodes)
+    token_ids = torch.where(branches[:, None], token_ids.int(), chain)
+    return Tree(token_ids, parents, torch.zeros_like(parents, dtype=torch.bool), steps.logits)
 
 
 def grow(

@@ -110,7 +110,7 @@ class TreeSpeculator(DeviceSpeculator):
         self.trees.put(rows, tree.parents)
         num_draft = self._wanted.num_tokens
         drafts = of_stage(MODEL if self._policy else 0, tree.token_ids, num_draft, num_draft * 0.0 + 1)
-        return drafts._replace(stage=drafts.stage.masked_fill(tree.is_other, LOOKUP))
+        return drafts._replace(stage=drafts.stage.masked_fill(tree.is_other, LOOKUP), logits=tree.logits)
 
     def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
         return self.trees.last_rows(input_batch, num_sampled, num_rejected)

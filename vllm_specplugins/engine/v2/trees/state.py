@@ -14,9 +14,11 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config.trees import chain_length, sibling_places
 from vllm_specplugins.engine.hooks import both, wrap
 from vllm_specplugins.engine.v2.trees.attention import TreeAttentionImpl
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
+from vllm_specplugins.kernels.rounds.siblings import in_rounds
 from vllm_specplugins.kernels.trees import compact, walk
 from vllm_specplugins.kernels.trees.reference import ancestors
 
@@ -35,6 +37,8 @@ class Trees:
         scheduler = vllm_config.scheduler_config
         self._num_slots = scheduler.max_num_seqs
         self._nodes = torch.arange(num_nodes + 1, device=device)
+        num_siblings = 1 + max(turn for _, turn in sibling_places(num_nodes))
+        self._rounds = chain_length(num_nodes), num_siblings  # of sampled drafts: depths and siblings
         self.chain = self._nodes[None, :-1]  # parents, [1, W - 1], of nodes that follow each other
         # The last row is that of padding.
         tables = torch.zeros(4, self._num_slots + 1, num_nodes + 1, dtype=torch.int64, device=device)
@@ -159,9 +163,11 @@ class Trees:
         positions: torch.Tensor,  # by index
         idx_mapping: torch.Tensor,
         sampling: Sampling,
-        *_: Any,
+        max_num_draft: int,
+        draft_logits: torch.Tensor | None = None,  # [S, >= D, vocab_size], of sampled drafts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws each row's token like `rejection_sample` with a one-hot q, with its depth's noise, and follows it."""
+        """Draws each row's token like `rejection_sample` with a one-hot q, or in rounds, with its depth's noise, and
+        follows it."""
         states, local, num_logits = states.long(), local.long(), len(logits)
         places = positions + self._depths[states, local] - local
         alone = torch.arange(num_logits + 1, dtype=torch.int32, device=logits.device)
@@ -172,6 +178,12 @@ class Trees:
         rows = rows.clamp(max=num_logits - 1)
         tokens = draft_token_ids.long()[rows].masked_fill(~is_node, -1)
         slots = idx_mapping.long()
-        emitted, num_emitted, path = walk(self._parents[slots], tokens, drawn[:, 0][rows])
+        after, parents = drawn[:, 0][rows], self._parents[slots]
+        if draft_logits is not None:
+            tree, q_logits = (parents, self._depths[slots]), draft_logits[slots, : self._rounds[0]]
+            after = in_rounds(
+                after, tokens, tree, logits, rows, q_logits, places[starts[:-1]], sampling.at(slots), self._rounds[1],
+            )  # fmt: skip
+        emitted, num_emitted, path = walk(parents, tokens, after)
         self._path[slots] = path
         return emitted, num_emitted
