@@ -46,6 +46,7 @@ FEATURES = {
     "trees": Feature(
         r"(?<!suffix )\btrees?\b(?! depth)",
         (
+            "kernels/rounds/",
             "kernels/trees/",
             "vllm_specplugins/config/trees",
             "vllm_specplugins/engine/trees",
