@@ -27,7 +27,8 @@ OptionCheck = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A registration: the method's name, "package.module:Class", the distribution, and why it cannot be used."""
+    """A registration: the method's name, "package.module:Class", the distribution, and the reason if it cannot be
+    used."""
 
     name: str
     proposer: str

@@ -205,13 +205,14 @@ class Cascade:
             guard.settle()
 
     def activity(self) -> tuple[int, int]:
-        """Returns running counts: questions to stages; tokens that they drafted, and questions that the gate spared."""
+        """Returns running counts of the calls to stages, of the tokens that they drafted, and of the calls that the
+        gate saved."""
         counters = [stage.counters for stage in self._stages]
         asked, drafted = sum(each.asked for each in counters), sum(each.drafted for each in counters)
         return asked, drafted + sum(stage.num_spared for stage in self._stages)
 
     def stage_counters(self) -> dict[str, StageCounters]:
-        """Returns running totals of each stage, by "index method"."""
+        """Returns the running totals of each stage, keyed by "index method"."""
         self._tracker.move_to([stage.counters for stage in self._stages])
         return {stage.title: stage.counters for stage in self._stages}
 

@@ -44,7 +44,7 @@ class Checked:
         self.method, self.proposer = stage.method, stage.proposer
 
     def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        """Returns max_tokens, since a request is drafted for by any stage that it allows."""
+        """Returns max_tokens: any stage that a request allows may draft for it."""
         return max_tokens
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:

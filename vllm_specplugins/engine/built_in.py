@@ -1,4 +1,4 @@
-"""vLLM's configuration of a drafter of vLLM's that is a stage of a cascade."""
+"""vLLM's configuration for one of its drafters that is a stage of a cascade."""
 
 import copy
 import logging

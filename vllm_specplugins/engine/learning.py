@@ -1,4 +1,4 @@
-"""Parts that learn while they serve: their learner, and the end of the target that training needs."""
+"""Parts that learn while they serve: their learner, and the last modules of the target, which training needs."""
 
 import logging
 from dataclasses import replace

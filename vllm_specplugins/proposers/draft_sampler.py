@@ -106,7 +106,7 @@ class ModelProposer(Proposer):
         return Draft(steps.token_ids, batch.max_num_draft, logits=steps.logits)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs everything that a step can run."""
+        """Runs everything that a step may run, for warm-up and memory profiling."""
         return self.propose(batch)
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:

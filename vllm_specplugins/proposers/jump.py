@@ -1,4 +1,4 @@
-"""Jump: from the newest token straight to the target's head or last layers, on the target's paged KV cache.
+"""Jump drafts from the newest token straight to the target's head or last layers, on the target's paged KV cache.
 
 A trained part (heads/jump_head.py) guesses the state before a late layer. It reads the state that the target's last
 step, or the last jump, left after the final norm, and the newest token after a few early layers, or its embedding. The

@@ -1,5 +1,5 @@
-"""Trees of drafts: a drafter's chain, and at each of its places the likeliest other tokens. A lookup's chain may be
-merged into it (Miao et al. 2024, "SpecInfer").
+"""Builds draft trees: a drafter's chain, with the likeliest alternatives at each of its positions. A lookup's chain may
+be merged into it (Miao et al. 2024, "SpecInfer").
 
 The drafter's logits give the other tokens, so a tree needs no more passes and no other attention than a chain. The tree
 has the likeliest nodes of all candidates, best first: a prefix of it is the best tree of that size. R: requests, D:

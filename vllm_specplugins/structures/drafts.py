@@ -182,7 +182,8 @@ def put_logits(
     logits: Any,  # [num_reqs, at most K, vocab_size], changed; None: all tokens are certain
     is_certain: Any,  # [num_reqs, K] bool; None: none of those with logits is
 ) -> None:
-    """Writes the logits that tokens were drawn from to a table; one-hot for certain tokens or without logits."""
+    """Writes the logits from which tokens were drawn to a table; one-hot for deterministic tokens, or without
+    logits."""
     num_drawn = 0 if logits is None else logits.shape[1]
     if logits is not None:
         if is_certain is not None:
@@ -195,7 +196,8 @@ def put_logits(
 
 
 def dense_logits(drafts: DraftArrays, max_length: int) -> Any:
-    """Returns the first tokens' logits, [num_reqs, max_length, vocab_size], one-hot if certain; None if all are."""
+    """Returns the first tokens' logits, [num_reqs, max_length, vocab_size], one-hot if deterministic; None if all
+    are."""
     if drafts.q is None:
         return None
     import torch

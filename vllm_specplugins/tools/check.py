@@ -1,4 +1,4 @@
-"""`check`: plays a recorded engine to a proposer, behind the fault barrier, and reports its violations. The recording
+"""`check` plays a recorded engine to a proposer, behind the fault barrier, and reports its violations. The recording
 (by tests/tools/record_trace.py of commit 5d3e21a) holds arrivals, preemptions and ends of requests; the drafts decide
 how far each request gets in a step (replay/simulate.py)."""
 

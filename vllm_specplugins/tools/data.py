@@ -152,9 +152,9 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
 
 
 def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, list[int]]:
-    """By drafter: for each number of output tokens so far, how many tokens of its draft would be accepted. A row holds
-    them in our form, or in SpecDecode-Bench's, which counts one token more. Raises ConfigError for lengths in another
-    form, or if `drafter` is given and has none."""
+    """Maps each drafter to its accepted lengths: one for each number of output tokens so far. A row holds them in our
+    form, or in SpecDecode-Bench's, which counts one token more. Raises ConfigError for lengths in another form, or if
+    `drafter` is given and has none."""
     given = row.get("accepted", {})
     if not isinstance(given, dict):
         raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")

@@ -1,4 +1,4 @@
-"""`doctor`: diagnoses whether and how speculation would run here, as a table or as JSON."""
+"""`doctor` diagnoses whether and how speculation would run here, as a table or as JSON."""
 
 import argparse
 import json

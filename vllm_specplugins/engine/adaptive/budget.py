@@ -170,7 +170,7 @@ class Budget:
         return context
 
     def costs(self) -> dict[str, float]:
-        """Seconds of the newest step: without drafts, and of each draft token if all are verified."""
+        """Seconds of the newest step without drafts, and of each draft token if all are verified."""
         (step_ms, token_ms, num_fixed, total), (_, verify_ms) = self._step, self._manager.cost_tables or (None, [0, 0])
         table_ms = (verify_ms[total] - verify_ms[num_fixed]) / max(1, total - num_fixed)
         return {"step": (step_ms + verify_ms[num_fixed]) / 1000, "draft_token": (token_ms + table_ms) / 1000}

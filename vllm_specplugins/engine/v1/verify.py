@@ -48,7 +48,7 @@ class Verifier:
         self.forced: Forced = {}  # in the newest step
 
     def save_q(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
-        """Saves the logits of these requests' drafts, [num_reqs, K, V], for the next step; None: q is one-hot."""
+        """Saves the logits of these requests' drafts, [num_reqs, K, V], for the next step; None if q is one-hot."""
         self._drafted_for, self._draft_logits = request_ids, logits
 
     def may_draft(self, row: int) -> bool:

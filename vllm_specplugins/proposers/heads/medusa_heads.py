@@ -128,7 +128,7 @@ class MedusaHeads(TrainedPart):
 
 
 def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_size: int) -> None:
-    """Raises ConfigError unless a folder holds heads for a model of these sizes, of finite numbers."""
+    """Raises ConfigError unless a folder holds heads with finite weights for a model of these sizes."""
     states = torch.empty(1, hidden_size, device="meta")
     try:  # shapes fit if a pass without data succeeds
         heads = MedusaHeads.load(folder, num_heads, vocab_size, "meta", states.dtype)

@@ -84,7 +84,7 @@ class SharedTexts:
         return self._waiting.popleft() if self._waiting else None
 
     def clear(self) -> None:
-        """Drops the texts on the server and those that wait; other engines' stores are not changed."""
+        """Drops the texts on the server and the queued ones. The stores of other engines do not change."""
         self._waiting.clear()
         self._is_cleared = True
 

@@ -56,7 +56,7 @@ def measure(
     bars: Progress,
     together: bool,
 ) -> Report:
-    """Serves all cells with all methods, no speculation first; the engines take turns together, or serve one by one."""
+    """Serves all cells with all methods, no speculation first. The engines take turns, or serve one after the other."""
     groups = [configs] if together else [{name: config} for name, config in configs.items()]
     arguments, turns = engine_arguments(args, len(groups[0]), workloads), Turns()
     cells = [

@@ -1,1 +1,1 @@
-"""`replay`: recorded traffic, played through history proposers without a model."""
+"""`replay` plays recorded traffic to proposers that read token ids, without a model."""

@@ -65,7 +65,7 @@ class Row:
 
 
 def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Totals, **more: Any) -> Row:
-    """The row of these totals; `plain` is no speculation's, `more` other fields of the row."""
+    """The row of these totals. `plain` is the row of no speculation, and `more` has other fields of the row."""
     steps = max(1, totals.steps)
     method, policy, num_draft = candidate.key if candidate else (NONE, ALWAYS, 0)
     speed_up, low, high = compare(totals, plain)

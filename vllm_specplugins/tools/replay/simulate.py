@@ -32,8 +32,8 @@ class Fate(NamedTuple):
 
 
 class Player:
-    """Plays recorded texts (as of Traffic) to a fault barrier, or another object with its `propose` and `forget`. The
-    caller decides which requests take part in a step."""
+    """Plays recorded texts (such as Traffic's) to a fault barrier, or to another object with `propose` and `forget`.
+    The caller decides which requests take part in a step."""
 
     def __init__(self, recorded: Any, max_num_draft: int, max_model_len: int, barrier: Any):
         self._histories: Sequence[Int32Array] = recorded.histories

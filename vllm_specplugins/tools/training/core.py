@@ -88,7 +88,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def row_batches(num_rows: int, batch_rows: int, seed: int) -> Iterator[list[int]]:
-    """Batches of rows without end: each row once an epoch, in another order in each."""
+    """Yields batches of rows endlessly: each row once per epoch, in a new order each time."""
     generators = (torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in count())
     rows = chain.from_iterable(torch.randperm(num_rows, generator=generator).tolist() for generator in generators)
     while True:

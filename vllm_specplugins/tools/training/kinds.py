@@ -76,7 +76,7 @@ class JumpSettings(Settings):
         return {**layers, "inner_size": (1, 1_000_000)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> JumpHead:
-        """The linear half fits some rows' states best (ridge regression); the other half adds nothing yet."""
+        """The linear half is fitted to the states of some rows (ridge regression). The other half adds nothing yet."""
         hidden, late_layer = base.hidden_size, self.late_layer
         sizes = {"early_layers": self.early_layers, "late_layer": late_layer, "inner_size": self.inner_size}
         if self.resume is not None:

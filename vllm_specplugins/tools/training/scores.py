@@ -1,6 +1,6 @@
 """Tokens per step of a trained part's drafts, on text that the model writes after held-out prompts.
 
-A step of an engine begins after the tokens that the last one accepted. On other text than the model's, or with each
+Each step of an engine begins after the tokens that the last step accepted. On other text than the model's, or with each
 token counted as if a step began there, drafts are right more or less often. So the steps walk over text that the model
 continues with the noise of (seed, position) that verification draws with: given that the model emits a token, the step
 goes on with the probability that the draft's token is accepted. N: drafts of a row, K: draft tokens, V: vocabulary.
@@ -77,7 +77,7 @@ def scores(
 
 
 def mean_length(probs: Sequence[torch.Tensor]) -> float:
-    """Mean tokens of a step in texts, from [K, N] probabilities of each that draft tokens are accepted."""
+    """The mean acceptance length in texts, from the [K, N] acceptance probabilities of their draft tokens."""
     tokens, steps = map(sum, zip(*map(walk, probs), strict=True))
     return tokens / steps if steps else 1.0
 

@@ -139,9 +139,9 @@ def context_alone(theirs: Any) -> dict[str, Any]:
 
 
 def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, *arguments: Any) -> Any:
-    """vLLM's speculator, changed so that it drafts first and ours, of this kind, proposes. The runner holds vLLM's,
-    since it prepares that speculator's layers and KV cache. It is built with the K of its stage, but reads steps that
-    verified up to `max_num_draft` tokens of each request."""
+    """Returns vLLM's speculator, changed so that it drafts first, and then our speculator of this kind proposes. The
+    runner holds vLLM's, since it prepares that speculator's layers and KV cache. It is built with the K of its stage,
+    but reads steps that verified up to `max_num_draft` tokens of each request."""
     theirs, ours = rating(build, vllm_config, *arguments), kind(without_built_in(vllm_config), *arguments)
     max_num_draft = vllm_config.num_speculative_tokens
     is_on_device = vllm_config.speculative_config.plan.on_device

@@ -175,7 +175,8 @@ class LateDrafts:
         self._unread, self._read = deque(), deque()
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None = None) -> Match:
-        """The rest of each row's draft, like a match in a text; slots and limits are [R]. A graph may record it."""
+        """Returns the rest of each row's draft in the form of a match in a text. Slots and limits are [R]. A graph may
+        record it."""
         slots = slots.long()
         row, lengths = self._table[slots], self._req_states.total_len.gpu[slots]
         start, drafted, tokens = row[:, _START], row[:, _NUM_DRAFT], row[:, _TOKENS:]
