@@ -146,8 +146,8 @@ RENAMED = [
     ({"method": "prompt_lookup", "prompt_lookup_max": 5, "prompt_lookup_min": 2}, {"max_ngram": 5, "min_ngram": 2}),
     ({"method": "prompt_lookup", "prompt_lookup_max": 5, "rejection_sample_method": "standard"}, {"max_ngram": 5}),
     (
-        {"method": "suffix_lookup", "suffix_decoding_max_tree_depth": 24, "suffix_decoding_min_token_prob": 0.3},
-        {"num_speculative_tokens": 24, "min_confidence": 0.3},
+        {"method": "suffix_lookup", "suffix_decoding_max_tree_depth": 24},
+        {"num_speculative_tokens": 24},
     ),
     ({"method": "custom", "model": "json.decoder.JSONDecoder"}, {"proposer": "json.decoder:JSONDecoder"}),
 ]
@@ -355,7 +355,7 @@ STAGE = {"method": "cascade", "stages": [LOOKUP]}
         ({**STAGE, "stages": [{"method": "eagle_3", "model": "m"}]}, "; did you mean 'eagle3'?"),
         ({**STAGE, "stages": [{"method": "mtp", "modell": "m"}]}, "; did you mean 'model'?"),
         ({"method": "suffix_lookup", "suffix_decoding_max_cached_requests": 0}, "vLLM's; here it is store_bytes."),
-        ({"method": "suffix_lookup", "draft-p-min": 1}, "draft-p-min is llama.cpp's; here it is min_confidence."),
+        ({"method": "suffix_lookup", "draft-p-min": 1}, "draft-p-min is llama.cpp's; here it is gate."),
         ({**STAGE, "draft-p-min": 0.5}, "draft-p-min is llama.cpp's; here it is gate."),
         ({**STAGE, "stages": [{"method": "NGRAM"}]}, "NGRAM is SGLang's; here it is prompt_lookup."),
         ({**STAGE, "policy": "first"}, "policy must be one of 'auto', 'verify', not 'first'."),

@@ -216,7 +216,7 @@ def test_installed_upgraded_and_removed(kind: str, request: pytest.FixtureReques
     assert "vLLM loads it" in json.dumps(found)
     store, log = tmp_path / "store.bin", tmp_path / "log"
     old_store(store, [[5, 6, 7, 8] * 4])
-    config = {"method": "suffix_lookup", "store_path": str(store), "suffix_decoding_min_token_prob": 0.2}
+    config = {"method": "suffix_lookup", "store_path": str(store), "suffix_decoding_max_tree_depth": 24}
     with served(python, log, "--speculative-config", json.dumps(config)) as url:
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
         answers = [json.loads(fetch(f"{url}/v1/completions", body))["choices"][0]["text"] for _ in range(2)]
@@ -227,7 +227,7 @@ def test_installed_upgraded_and_removed(kind: str, request: pytest.FixtureReques
         lines = log.read_text()  # before vLLM ends an engine, which it may have to kill
     sentence = f"the store {store} is of version 1, where {VERSION} is needed; the store begins empty."
     assert lines.count(sentence) == 1
-    assert "suffix_lookup: read vLLM's suffix_decoding_min_token_prob as min_confidence." in lines
+    assert "suffix_lookup: read vLLM's suffix_decoding_max_tree_depth as num_speculative_tokens." in lines
     assert "Traceback" not in lines
     assert HEADER.unpack_from(store.read_bytes())[1] == VERSION and store.stat().st_size > 4 * 48
     run(sys.executable, "-m", "pip", "--python", python, "uninstall", "--quiet", "--yes", "vllm-specplugins")

@@ -19,8 +19,7 @@ from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers import suffix_lookup
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW
 from vllm_specplugins.structures import whole_file
-from vllm_specplugins.structures.drafts import of_stage
-from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
+from vllm_specplugins.structures.drafts import MIN_LONGER, of_stage
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -163,16 +162,25 @@ def test_a_file_stays_in_bounds(tmp_path: Path):
 
 
 def test_statistics_and_reset():
-    """Fails if a reset leaves texts, or drafts from them, or what was learnt of them, or statistics do not add up."""
+    """Fails if a reset leaves texts, or drafts from them, or statistics do not add up."""
     own = proposer()
     serve(own, "a", TEXT, 100, {"tenant": b"x"})
-    own._accept_probs += 1
     step(own, {"b": TEXT[:10]})
     held = own.store_stats()
     assert (held["texts"], held["tenants"], held["tokens"]) == (1, 1, 208)
     own.reset_store()
-    assert own.store_stats()["tokens"] == 0 and np.array_equal(own._accept_probs, first_accept_probs())
+    assert own.store_stats()["tokens"] == 0
     assert serve(own, "c", TEXT, 100, {"tenant": b"x"}) == 0
+
+
+@pytest.mark.parametrize(("longer", "token"), [(0, 7), (MIN_LONGER, 7), (MIN_LONGER + 1, 3)])
+def test_the_longer_match(longer: int, token: int):
+    """An output and the request's text both hold the newest two tokens. Fails if the output's is taken where its match
+    is not longer by more than MIN_LONGER tokens, or the text's where it is."""
+    own = proposer()
+    serve(own, "a", np.array([0, 9, 8, 5, 4, 1, 2, 3, 3, 3, 3, 3], np.int32), 1)
+    before = [8, 5, 4][3 - longer :]
+    assert step(own, {"b": np.array([1, 2, 7, 7, 7, 7, 7, *before, 1, 2], np.int32)})[0][0] == token
 
 
 def test_continues_drafts():
@@ -197,7 +205,7 @@ def test_continues_drafts():
 
 def test_reference():
     """Two requests search a text that they share, until they are gone. Fails if it is not searched, or not freed."""
-    own = proposer(min_confidence=0)
+    own = proposer()
     options = {"reference": TEXT}
     history = {"a": np.array([7, 150, 151], np.int32), "b": np.array([9, 250, 251], np.int32)}
     step(own, history, options)
@@ -210,7 +218,7 @@ def test_another_text_of_the_same_name():
     """A request that was preempted, and whose text is now shorter, goes on; what it had emitted is in the store. Fails
     if tokens of the first text are taken for the second's, or learned from, or lost.
     """
-    own = proposer(min_confidence=0)
+    own = proposer()
     step(own, {"a": TEXT[:50]})
     step(own, {"a": np.resize(TEXT, 50 + MAX_NEW + 1)})
     step(own, {"a": TEXT[:20]})

@@ -11,10 +11,7 @@ logger = logging.getLogger("vllm.specplugins")
 # By method: vLLM's name -> ours.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "prompt_lookup": {"prompt_lookup_max": "max_ngram", "prompt_lookup_min": "min_ngram"},
-    "suffix_lookup": {
-        "suffix_decoding_max_tree_depth": "num_speculative_tokens",
-        "suffix_decoding_min_token_prob": "min_confidence",
-    },
+    "suffix_lookup": {"suffix_decoding_max_tree_depth": "num_speculative_tokens"},
     "custom": {"model": "proposer"},
 }
 VERIFICATION = "rejection_sample_method"

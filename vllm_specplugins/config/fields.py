@@ -14,7 +14,7 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_lookup_max": ("vLLM", ("max_ngram",)),
     "prompt_lookup_min": ("vLLM", ("min_ngram",)),
     "suffix_decoding_max_cached_requests": ("vLLM", ("store_bytes",)),
-    "suffix_decoding_min_token_prob": ("vLLM", ("min_confidence",)),
+    "suffix_decoding_min_token_prob": ("vLLM", ("gate",)),
     "suffix_decoding_max_tree_depth": ("vLLM", ("num_speculative_tokens",)),
     "prompt_lookup_num_tokens": ("transformers", ("num_speculative_tokens",)),
     "num_assistant_tokens": ("transformers", ("num_speculative_tokens",)),
@@ -22,7 +22,7 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
     "assistant_early_exit": ("transformers", ("exit_layer",)),
     "draft_max": ("llama.cpp", ("num_speculative_tokens",)),
     "draft_min": ("llama.cpp", ("min_ngram", "num_speculative_tokens")),
-    "draft_p_min": ("llama.cpp", ("min_confidence", "gate")),
+    "draft_p_min": ("llama.cpp", ("gate",)),
     "speculative_num_draft_tokens": ("SGLang", ("num_speculative_tokens",)),
     "speculative_num_steps": ("SGLang", ("num_speculative_tokens",)),
     "NGRAM": ("SGLang", ("prompt_lookup",)),
@@ -33,6 +33,7 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 GONE = {
     "cost_table": "leave it out",
     "max_index_bytes": "leave it out",
+    "min_confidence": "leave it out; the gate ends drafts",
     "rejection": "leave it out; draft_sample_method 'coupled' replaces 'block'",
     "token_recycling": "use suffix_lookup",
 }

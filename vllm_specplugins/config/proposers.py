@@ -14,7 +14,6 @@ from vllm_specplugins.config.fields import (
     choice,
     integer,
     is_integer,
-    number,
     optional,
     path,
 )
@@ -80,7 +79,7 @@ class PromptLookupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixLookupConfig:
-    """`suffix_lookup`: drafts the commonest continuation of the longest match in the request and in earlier outputs.
+    """`suffix_lookup`: `prompt_lookup`, which also copies the commonest continuation of a match in earlier outputs.
 
     Args:
         store_bytes: Allocates the store at the start, 80 bytes a token. A full store evicts the oldest unused outputs,
@@ -90,7 +89,6 @@ class SuffixLookupConfig:
         shared: Shares outputs between engines, through Redis or Valkey. vLLM logs the address: use env:NAME if it has a
             password.
         shared_keep_s: Sets how many seconds the server keeps an output.
-        min_confidence: Ends a draft before a token with a lower acceptance probability.
     """
 
     store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
@@ -102,7 +100,6 @@ class SuffixLookupConfig:
         )
     )
     shared_keep_s: int = integer(604_800, 1, 100_000_000)
-    min_confidence: float = number(0.1, 0, 1)
 
     def __post_init__(self) -> None:
         check_fields(self, "suffix_lookup")

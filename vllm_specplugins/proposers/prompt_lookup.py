@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
-from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, REFERENCE, TEXT, history_match
+from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, TEXT, history_match
 from vllm_specplugins.structures.arrays import SlotTable, places_of, with_room
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, begun, of_stage
 
@@ -76,14 +76,6 @@ class PromptLookup(Lookup):
             for index in np.flatnonzero(self._known[rows, TEXT] == 0).tolist():
                 self._begin(rows.item(index), batch.options[index])
         return rows
-
-    def references_of(self, rows: Ints) -> Ints:
-        """[num_reqs * 2] the address and the length of each row's reference, or 0."""
-        return self._known[rows, REFERENCE : NUM_TOKENS + 1].ravel()
-
-    @property
-    def num_rows(self) -> int:
-        return self._rows.num_rows
 
     def _begin(self, row: int, options: Mapping[str, Any]) -> None:
         """Ignores a reference that is no list of token ids."""

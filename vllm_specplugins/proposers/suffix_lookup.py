@@ -1,4 +1,4 @@
-"""Suffix lookup: drafts the most frequent continuation of the longest match, in the request's text and earlier outputs.
+"""Suffix lookup: prompt lookup, and the most frequent continuation of the longest match in earlier outputs.
 
 Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of its prompt, enters the store of its tenant
 when the request ends or is preempted; a lookup never searches other tenants' outputs. Texts enter by pieces of work,
@@ -20,10 +20,9 @@ import numpy.typing as npt
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, SuffixLookupConfig, redis_url
 from vllm_specplugins.draft import DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
-from vllm_specplugins.structures.arrays import places_of, with_room
-from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, begun, of_stage
-from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
-from vllm_specplugins.structures.suffix.drafts import STORE, TEXT, draft_step
+from vllm_specplugins.structures.arrays import places_of
+from vllm_specplugins.structures.drafts import DraftArrays, begun, either, nothing, of_stage, to_beat
+from vllm_specplugins.structures.suffix.drafts import draft_step
 from vllm_specplugins.structures.suffix.shared import SharedTexts
 from vllm_specplugins.structures.suffix.store import SuffixStore
 from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint
@@ -54,14 +53,11 @@ class SuffixLookup(Lookup):
     searches_requests: bool = True  # False: the device searches requests' texts, and this the store alone
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
-        self._min_confidence = float(config.min_confidence)
         self._max_num_draft = context.max_num_draft
         self._texts = PromptLookup(PromptLookupConfig(), context)  # rows and references of requests
         self.store = SuffixStore(config.store_bytes, self._save)
         self._max_output_bytes, self._output_bytes = config.store_bytes // OUTPUT_SHARE, 0
         self._requests: dict[str, _Request] = {}
-        self._newest = np.zeros((1, 2, context.max_num_draft + 1), np.int32)  # drafts, by row: see State
-        self._accept_probs = first_accept_probs()
         self._work = STORE_WORK
         self._lock = RLock()  # for reads and changes of the store
         self._saver: StoreSaver | None = None
@@ -97,33 +93,29 @@ class SuffixLookup(Lookup):
         self._saver, self._shared = saver, shared
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """The draft with the higher confidence, of the request's text and of earlier outputs."""
+        """Drafts from the request's text, or from earlier outputs where these match longer (`to_beat`)."""
         with self._lock:
-            texts, lengths = places_of(batch.token_ids)
-            rows = self._texts.rows_of(batch)
-            token_ids = np.zeros((len(rows), self._max_num_draft), np.int32)
-            drafts = token_ids, np.zeros(len(rows), np.int64), np.zeros(len(rows))
-            self._newest = with_room(self._newest, self._texts.num_rows)
-            asked, has_new = array("q"), False
+            texts = nothing(batch.num_reqs, self._max_num_draft)
+            if self.searches_requests:
+                texts = self._texts.draft(batch, prefix, max_tokens)
+            addresses, lengths = places_of(batch.token_ids)
+            owners, has_new = array("q"), False
             for index, (request_id, num_tokens) in enumerate(zip(batch.request_ids, lengths.tolist(), strict=True)):
                 request = self._requests.get(request_id)
                 if request is None or not 0 <= num_tokens - request.num_seen <= MAX_NEW:
-                    request = self._begin(request_id, batch.token_ids[index], batch.options[index])
-                    self._newest[rows[index], 0, 0], has_new = 0, True
+                    request, has_new = self._begin(request_id, batch.token_ids[index], batch.options[index]), True
                 num_new = num_tokens - request.num_seen
                 if num_new:
                     self._record(request, batch.token_ids[index][-num_new:])
                     request.num_seen, has_new = num_tokens, True
-                asked.extend((num_new, self.store.number(request.tenant)))
-            requests = np.frombuffer(asked, np.int64) if asked else NO_COUNTS
-            references = self._texts.references_of(rows)
-            first = TEXT if self.searches_requests else STORE
-            step = texts, lengths, *begun(prefix), max_tokens, rows, references, requests, first, self._min_confidence
-            draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
+                owners.append(self.store.number(request.tenant))
+            stored = np.zeros_like(texts.token_ids), *np.zeros((2, batch.num_reqs), np.int64)
+            limits = max_tokens, to_beat(texts).astype(np.int64), np.array(owners, np.int64)
+            draft_step((addresses, lengths, *begun(prefix), *limits), stored, tuple(self.store.ring))
             if has_new:
                 self._take_shared()
                 self.store.work(self._work)
-            return of_stage(0, *drafts)
+            return either(stored[1] > 0, of_stage(0, *stored), texts)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the texts of these requests; their outputs enter the store in this order."""
@@ -164,11 +156,10 @@ class SuffixLookup(Lookup):
         return {} if self._shared is None else self._shared.counts
 
     def reset_store(self) -> None:
-        """Forgets acceptance counts and all earlier outputs, in the file and on the server, too. Other engines keep the
+        """Forgets all earlier outputs, in the file and on the server, too. Other engines keep the
         outputs that they have fetched."""
         with self._lock:
             self.store.clear()
-            self._accept_probs = first_accept_probs()
             if self._saver is not None:
                 self._saver.clear()
             if self._shared is not None:

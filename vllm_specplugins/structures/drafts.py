@@ -7,6 +7,7 @@ import numpy as np
 
 from vllm_specplugins.structures.arrays import Array, Ints
 
+MIN_LONGER = 2  # tokens by which a match in an earlier output has to be longer than one in the request's text
 FIRST_CONFIDENCE = 1.0  # of a stage that reports none, or has not drafted yet
 
 
@@ -78,6 +79,12 @@ def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArr
     """Takes the first draft of the requests where is_first, [num_reqs] bool, and the second one of the others."""
     num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
     return combine(is_first[:, None], first, second, num_draft)
+
+
+def to_beat(texts: DraftArrays) -> Array:
+    """Returns the match length [num_reqs] above which an earlier output is copied in place of the request's text: an
+    equally long match is right less often in another text."""
+    return namespace(texts.num_draft).where(texts.num_draft > 0, texts.confidence[:, 0] + MIN_LONGER, 0)
 
 
 def better(first: DraftArrays, second: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:

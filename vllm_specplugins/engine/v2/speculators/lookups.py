@@ -16,16 +16,18 @@ from vllm_specplugins.engine.v2.speculators.custom import CustomDrafts
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.methods import build_proposer, is_custom_on_device, method_of
-from vllm_specplugins.structures.drafts import DraftArrays, either, of_stage
+from vllm_specplugins.structures.drafts import DraftArrays, either, of_stage, to_beat
 
 
 class Lookups:
-    """Prefers the drafts of the proposer on the host, which has searched texts that the device does not hold."""
+    """Prefers the drafts of a proposer on the host; those of a lookup there, which has searched texts that the device
+    does not hold, where its match is longer (`to_beat`)."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, device: torch.device):
         config, self.texts, self.late = vllm_config.speculative_config, None, None
         lookups = stage_configs(config.plugin_config, PromptLookupConfig)
         row = method_of(config.plugin_config.parts[0].method)
+        self._compares = row.is_lookup
         if lookups or (row.is_lookup and row.is_late):
             lookup = lookups[0] if lookups else PromptLookupConfig()
             self.texts = TokenHistories(req_states, config.num_speculative_tokens, lookup, device)
@@ -64,4 +66,7 @@ class Lookups:
         """Drafts as the first source, without a prefix."""
         matches = (part.match(batch.slots, max_tokens, batch.longest) for part in self._parts)
         first, *others = (of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length) for match in matches)
-        return either(first.num_draft > 0, first, others[0]) if others else first
+        if not others:
+            return first
+        least = to_beat(others[0]) if self._compares else 0
+        return either((first.num_draft > 0) & (first.confidence[:, 0] > least), first, others[0])
