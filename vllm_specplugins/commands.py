@@ -209,7 +209,7 @@ def _bench(add: Add) -> None:
     words = "names, names with K as in ngram:31, or values of --speculative-config"
     add("--methods", words, default=[methods], shown=methods, nargs="+", metavar="METHOD")
     names = "edit, summary, maths, chat, retrieval, translation, extraction, agent"
-    add("--workloads", names, listed(str.strip), shown="the first four, without --data")
+    add("--workloads", names, listed(str.strip), shown="the first four, without --dataset-path")
     add("--data", DATA, Path, [], "none", nargs="+")
     add("--batch", "numbers of concurrent requests, for example 1,4", listed(whole(1, 4096)), [1], "1")
     add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")

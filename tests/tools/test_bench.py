@@ -257,13 +257,13 @@ REFUSED = {
     '--methods {"method":"prompt_lookup","max_ngram":99}': "max_ngram must be an integer from 1 to 16",
     "--workloads prose": "--workloads must be of edit, summary, retrieval, translation, extraction, maths, chat, "
     "agent, not 'prose'",
-    "--data nowhere.jsonl": "--data must be readable files, not nowhere.jsonl",
-    "--data .": "--data must be readable files, not . (Is a directory)",
+    "--data nowhere.jsonl": "--dataset-path must be readable files, not nowhere.jsonl",
+    "--data .": "--dataset-path must be readable files, not . (Is a directory)",
     "--model ./nowhere": "a folder with a config.json, not './nowhere'",
     "--batch 1,none": "--batch: must be an integer from 1 to 4096, not 'none'",
     "--temperature -1": "--temperature: must be numbers from 0 to 10, not '-1'",
-    "--tokens 500": "--tokens must be at most 480 after these prompts, not 500",
-    "--json nowhere/a": "--json must be a file in a folder that is there, not nowhere/a",
+    "--tokens 500": "--output-len must be at most 480 after these prompts, not 500",
+    "--json nowhere/a": "--output-json must be a file in a folder that is there, not nowhere/a",
     "--engine-args []": "--engine-args: must be a JSON object, not '[]'",
 }
 

@@ -79,7 +79,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
         "must hold a list of calls as tool_calls, not 7",
     ),
     "deep nesting": (lambda path: written(path, "[" * 100_000), "must be a JSON object"),
-    "what never ends": (lambda path: "/dev/zero", "--data must be files in which lines have at most"),
+    "what never ends": (lambda path: "/dev/zero", "--dataset-path must be files in which lines have at most"),
     "nothing": (lambda path: written(path, " \n"), "which is empty"),
     "no UTF-8": (lambda path: written(path, b"\xff\xfe\x00a"), "must be UTF-8"),
 }
@@ -109,7 +109,7 @@ def test_token_ids(tmp_path: Path, refused: Any) -> None:
     rows = [{"prompt": [1, 2], "output": [*range(10, 40), last]} for last in (40, 1 << 20)]
     file = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
     for command in commands(file, tmp_path)[1:]:
-        assert f"--data: line 2 of {file} must hold token ids below " in refused(*command)
+        assert f"--dataset-path: line 2 of {file} must hold token ids below " in refused(*command)
     assert not (tmp_path / "store.bin").exists()
     written(tmp_path / "a.jsonl", json.dumps({"prompt": [1, 2], "output": [1 << 20]}))
     assert "an output of two tokens or more" in refused("replay", "--data", file)

@@ -30,8 +30,11 @@ REFUSED = {
     "last layer": ([*TRAIN, "--exit-layer", "3"], "--exit-layer must be an integer from 1 to 2 for this model, not 3"),
     "rate": ([*TRAIN, "--learning-rate", "nan"], "--learning-rate: must be a number between 0 and 1, not 'nan'"),
     "device": ([*TRAIN, "--device", "tpu"], "--device: invalid choice: 'tpu'"),
-    "no file": ([*TRAIN, "--data", "nowhere.txt"], "--data must be readable files, not nowhere.txt (No such file"),
-    "little text": ([*TRAIN, "--data", "SHORT"], "--data must hold at least 2 rows of up to 512 tokens, not 1"),
+    "no file": (
+        [*TRAIN, "--data", "nowhere.txt"],
+        "--dataset-path must be readable files, not nowhere.txt (No such file",
+    ),
+    "little text": ([*TRAIN, "--data", "SHORT"], "--dataset-path must hold at least 2 rows of up to 512 tokens, not 1"),
     "no model": (["calibrate", "./nowhere", "--data", "DATA"], "a folder with a config.json, not './nowhere'"),
     "broken model": (
         ["calibrate", "BROKEN", "--data", "DATA"],
@@ -51,7 +54,7 @@ REFUSED = {
     ),
     "report is a folder": (
         ["verify-lossless", "--json", "/tmp"],
-        "--json must be a file in a folder that is there, not ",
+        "--output-json must be a file in a folder that is there, not ",
     ),
     "out is a file": ([*TRAIN, "--out", "SHORT"], "--out must be a folder that can be written, not "),
     "out has other files": ([*TRAIN, "--out", "MODEL"], "--out must be a new or empty folder, not "),
@@ -60,12 +63,15 @@ REFUSED = {
         [*CALIBRATE, "--exit-layers", "1,3"],
         "--exit-layers must be integers from 1 to 2 for this model, not [1, 3]",
     ),
-    "few tokens": ([*CALIBRATE, "--tokens", "9"], "--tokens must be at least 16 with --max-draft 8, not 9"),
+    "few tokens": ([*CALIBRATE, "--tokens", "9"], "--output-len must be at least 16 with --max-draft 8, not 9"),
     "no method": (["verify-lossless", "--method", "eagle"], "--method must be of prompt_lookup, suffix_lookup,"),
     "half of JSON": (["verify-lossless", "--method", '{"method":'], "--method must be names or JSON, not "),
     "no name": (["verify-lossless", "--method", '{"stages": []}'], "--method must name a method, "),
     "samples": (["verify-lossless", "--samples", "99"], "--samples: must be an integer from 100 to 10000000, not '99'"),
-    "no folder": (["verify-lossless", "--json", "/nowhere/r"], "--json must be a file in a folder that is there, not "),
+    "no folder": (
+        ["verify-lossless", "--json", "/nowhere/r"],
+        "--output-json must be a file in a folder that is there, not ",
+    ),
 }
 
 
@@ -114,7 +120,7 @@ def test_a_report_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
     """Fails if a full disk costs the last report, or if a device is replaced."""
     path = tmp_path / "report.json"
     write_json(path, {"number": 1})
-    with pytest.raises(ConfigError, match="--json must be a file that can be written"):
+    with pytest.raises(ConfigError, match="--output-json must be a file that can be written"):
         write_json(Path("/dev/full"), {})
     with monkeypatch.context() as patches:
         patches.setattr(Path, "write_bytes", lambda path, data: os.write(os.open("/dev/full", os.O_WRONLY), data))

@@ -216,7 +216,7 @@ def test_damaged_line(name: str, tmp_path: Path, refused: Any) -> None:
     row, words = DAMAGED[name]
     file = lines(tmp_path, {"prompt": [1, 2], "output": [3]}, row)
     error = refused("replay", "--data", file, "--tokenizer", DEMO_MODEL)
-    assert error.startswith(f"error: --data: line 2 of {file} must {words}")
+    assert error.startswith(f"error: --dataset-path: line 2 of {file} must {words}")
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path, refused: Any) -> None:

@@ -185,7 +185,7 @@ def test_bad_lengths(name: str, tmp_path: Path, refused: Any) -> None:
     row, words = BAD_LENGTHS[name]
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps({"prompt": [1], "output": [2, 3], **row}))
-    assert refused("replay", "--data", file, *FIELD).startswith(f"error: --data: line 1 of {file} must {words}")
+    assert refused("replay", "--data", file, *FIELD).startswith(f"error: --dataset-path: line 1 of {file} must {words}")
 
 
 def read(*files: Path) -> list[tuple[str, str | None]]:

@@ -69,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 def pick_prompts(args: argparse.Namespace) -> Workload:
     if args.tokens < (least := args.max_draft + MIN_STEPS):
-        raise ConfigError(f"--tokens must be at least {least} with --max-draft {args.max_draft}, not {args.tokens}.")
+        raise ConfigError(
+            f"--output-len must be at least {least} with --max-draft {args.max_draft}, not {args.tokens}."
+        )
     rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)
     if not rows:
-        raise ConfigError(f"--data must hold at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
+        raise ConfigError(f"--dataset-path must hold at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
     return Workload("data", [rows[index] for index in every_nth(len(rows), num_prompts(args))])
 
 
@@ -96,7 +98,7 @@ def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence
         texts += write_texts(base, alike, 0.0, length, length + args.tokens)
     if (longest := max(len(text.row) - text.begin for text in texts)) < least:
         raise ConfigError(
-            f"--data must hold text that the model continues by {least} tokens or more, not by {longest} at most."
+            f"--dataset-path must hold text that the model continues by {least} tokens or more, not by {longest}."
         )
     rows = []
     for layer in layers:

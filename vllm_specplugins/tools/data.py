@@ -48,7 +48,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 
                 yield Sample(place, row, prompt, output)
         except ConfigError as error:
             is_of_model = str(error).startswith("MODEL")  # its tokenizer is loaded at the first text
-            raise ConfigError(f"{error}" if is_of_model else f"--data: {place} {error}") from None
+            raise ConfigError(f"{error}" if is_of_model else f"--dataset-path: {place} {error}") from None
 
 
 def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
@@ -56,7 +56,9 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
     last: Mapping[str, Any] | None = None
     for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:
-            raise ConfigError(f"--data: {sample.place} must hold an answer, as in {FORMATS}, not {brief(sample.row)}.")
+            raise ConfigError(
+                f"--dataset-path: {sample.place} must hold an answer, as in {FORMATS}, not {brief(sample.row)}."
+            )
         last = sample.row
         if sample.output:
             yield sample
@@ -86,12 +88,14 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     name = "standard input" if file == STDIN else str(file)
     rest = dropwhile(lambda line: not line[1].strip(), enumerate(_lines(file, name), start=1))
     if (first := next(rest, None)) is None:
-        raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
+        raise ConfigError(f"--dataset-path must be files with text in them, not {name}, which is empty.")
     lines = chain([first], rest)
     if file.suffix == ".json" and first[1].lstrip().startswith("["):  # one array
         for number, row in enumerate(_json("".join(line for _, line in lines)) or [None], start=1):
             if not isinstance(row, dict):
-                raise ConfigError(f"--data: {name} must be a JSON array of objects, which entry {number} is not.")
+                raise ConfigError(
+                    f"--dataset-path: {name} must be a JSON array of objects, which entry {number} is not."
+                )
             yield f"entry {number} of {name}", row
     elif file.suffix not in JSON_SUFFIXES and not isinstance(_json(first[1]), dict):
         yield name, {"text": "\n" * (first[0] - 1) + "".join(line for _, line in lines)}
@@ -100,7 +104,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if line.strip():
                 if not isinstance(row := _json(line), dict):
                     words = brief(line.strip())
-                    raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {words}.")
+                    raise ConfigError(f"--dataset-path: line {number} of {name} must be a JSON object, not {words}.")
                 yield f"line {number} of {name}", row
 
 
@@ -111,12 +115,12 @@ def _lines(file: Path, name: str) -> Iterator[str]:
             while line := lines.readline(MAX_LINE + 1):
                 if len(line) > MAX_LINE:
                     limit = f"lines have at most {MAX_LINE:,} characters"
-                    raise ConfigError(f"--data must be files in which {limit}, not {name}.")
+                    raise ConfigError(f"--dataset-path must be files in which {limit}, not {name}.")
                 yield line
     except UnicodeDecodeError:
-        raise ConfigError(f"--data must be UTF-8 text files, not {name}.") from None
+        raise ConfigError(f"--dataset-path must be UTF-8 text files, not {name}.") from None
     except OSError as error:
-        raise ConfigError(f"--data must be readable files, not {name} ({error.strerror}).") from None
+        raise ConfigError(f"--dataset-path must be readable files, not {name} ({error.strerror}).") from None
 
 
 def _json(text: str) -> Any:

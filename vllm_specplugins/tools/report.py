@@ -57,9 +57,9 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def check_json(args: argparse.Namespace) -> None:
-    """Raises ConfigError, before any work, if --json cannot be written."""
+    """Raises ConfigError, before any work, if --output-json cannot be written."""
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ConfigError(f"--json must be a file in a folder that is there, not {args.json}.")
+        raise ConfigError(f"--output-json must be a file in a folder that is there, not {args.json}.")
 
 
 @contextmanager
@@ -73,11 +73,11 @@ def writing(option: str, kind: str, path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:
-    """Writes the file of --json, if one is given, as a whole, or raises ConfigError and leaves the old one."""
+    """Writes the file of --output-json, if one is given, as a whole, or raises ConfigError and leaves the old one."""
     if path is None:
         return
     data = json.dumps(facts, indent=1).encode() + b"\n"
-    with writing("--json", "file", path):
+    with writing("--output-json", "file", path):
         if path.exists() and not path.is_file():  # such as /dev/stdout
             path.write_bytes(data)
             return

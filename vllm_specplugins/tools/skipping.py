@@ -138,14 +138,14 @@ def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse
     whole = [text for text in texts if len(text.row) - text.begin > args.max_draft]
     if len(whole) < HELD_OUT:
         raise ConfigError(
-            f"--data must hold {HELD_OUT} prompts or more that the model continues by more than {args.max_draft} "
-            f"tokens, not {len(whole)}."
+            f"--dataset-path must hold {HELD_OUT} prompts or more that the model continues by more than "
+            f"{args.max_draft} tokens, not {len(whole)}."
         )
     return whole
 
 
 def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, list[int]] | None:
-    """The state of an earlier search of the same answers in the file of --json; None: there is none."""
+    """The state of an earlier search of the same answers in the file of --output-json; None: there is none."""
     try:
         found = json.loads(path.read_text()) if path else {}
         if all(found[name] == value for name, value in facts.items()):

@@ -63,7 +63,7 @@ def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> l
         prompts += [prompt for prompt in asked if prompt][: max(0, count - len(prompts))]
     workloads = [Workload(name, prompts) for name, prompts in by_task.items() if prompts]
     if not workloads:
-        raise ConfigError(f"--data must hold prompts, not {file}.")
+        raise ConfigError(f"--dataset-path must hold prompts, not {file}.")
     return workloads
 
 

@@ -98,11 +98,12 @@ COSTS = {"llama-2-7b": H100, "llama-3.1-8b": LLAMA_3_1_8B}
 
 
 def costs_of(name: str) -> CostTable:
-    """The costs with a name of COSTS, those of a line as in 10:0.5, or those in a file that `bench --json` wrote; else
-    ConfigError."""
+    """The costs with a name of COSTS, those of a line as in 10:0.5, or those in a file of `bench`; else ConfigError."""
     if name in COSTS:
         return COSTS[name]
-    allowed = f"--costs must be {', '.join(COSTS)}, MS:MS_A_TOKEN, or a file of bench --json, with steps of two lengths"
+    allowed = (
+        f"--costs must be {', '.join(COSTS)}, MS:MS_A_TOKEN, or a file that bench wrote, with steps of two lengths"
+    )
     try:
         if line := re.fullmatch(r"([\d.]+):([\d.]+)", name):
             return CostTable.line(float(line[1]), float(line[2]))

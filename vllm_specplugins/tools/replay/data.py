@@ -87,10 +87,10 @@ def read_traffic(
                 raise ConfigError(f"must hold text as tenant, not {brief(tenant)}.")
             traffic.add(prompt, output, accepted, **({"tenant": tenant.encode(errors="replace")} if tenant else {}))
         except ConfigError as error:
-            raise ConfigError(f"--data: {sample.place} {error}") from None
+            raise ConfigError(f"--dataset-path: {sample.place} {error}") from None
         advance()
     if traffic.num_output_tokens <= len(traffic.histories):
-        raise ConfigError("--data must hold a request with an output of two tokens or more.")
+        raise ConfigError("--dataset-path must hold a request with an output of two tokens or more.")
     return traffic
 
 

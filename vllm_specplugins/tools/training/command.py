@@ -76,7 +76,9 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
     rows = token_rows(args.data, load_tokenizer(args.model), args.row_tokens)
     bars.remove_task(reading)
     if len(rows) < 2:
-        raise ConfigError(f"--data must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}.")
+        raise ConfigError(
+            f"--dataset-path must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}."
+        )
     return rows
 
 
