@@ -73,9 +73,6 @@ def history_match(
         longest: no text or reference of these rows has more tokens; None: L.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
-    Raises:
-        ValueError: no such implementation, or n-grams of other lengths.
-
     >>> import torch
     >>> tokens = torch.tensor([[1, 2, 3, 4, 1, 2, 0, 0]], dtype=torch.int32)
     >>> texts = Texts(tokens, torch.tensor([6], dtype=torch.int32), torch.full((1, 2), NO_MATCH, dtype=torch.int32))
@@ -83,8 +80,6 @@ def history_match(
     >>> history_match(texts, one, torch.tensor([3], dtype=torch.int32), 4, min_ngram=2, max_ngram=4)[0].tolist()
     [[3, 4, 1, 0]]
     """
-    if not 1 <= min_ngram <= max_ngram <= LARGEST_N:
-        raise ValueError(f"min_ngram and max_ngram are {min_ngram} and {max_ngram}, but must be 1 to {LARGEST_N}.")
     module = module_of(__name__, texts.token_ids, implementation)
     match: Match = module.history_match(
         texts, slots, max_draft, max_num_draft, min_ngram, max_ngram, references, longest

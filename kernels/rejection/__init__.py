@@ -78,7 +78,7 @@ def rejection_sample(
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.
 
     Raises:
-        ValueError: a shape or an implementation that does not fit.
+        ValueError: the shape of draft_logits or the implementation does not fit.
 
     >>> import torch
     >>> logits = torch.tensor([[0.0, 9.0], [9.0, 0.0]])
@@ -87,12 +87,7 @@ def rejection_sample(
     ...     sampling, max_num_draft=1)
     (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
     """
-    num_logits, vocab_size = target_logits.shape
-    for name, tensor in {"draft_token_ids": draft_token_ids, "positions": positions}.items():
-        if tensor.shape != (num_logits,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but must have ({num_logits},) as the logits.")
-    if len(idx_mapping) + 1 != len(cu_num_logits):
-        raise ValueError(f"idx_mapping has {len(idx_mapping)} requests, but cu_num_logits {len(cu_num_logits) - 1}.")
+    vocab_size = target_logits.shape[1]
     if draft_logits is not None and (draft_logits.shape[1] < max_num_draft or draft_logits.shape[2] > vocab_size):
         raise ValueError(
             f"draft_logits has shape {tuple(draft_logits.shape)}, but must have at least {max_num_draft} rows a "

@@ -209,12 +209,6 @@ def test_copying_goes_on() -> None:
     assert taken == [2, 2, 3, 5]
 
 
-@pytest.mark.parametrize("lengths", [(0, 2), (3, 2), (1, 17)])
-def test_lengths(lengths: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="must be 1 to 16"):
-        matched([Row([1], [], [], 1)], *lengths, "reference")
-
-
 @needs_triton
 @settings(max_examples=20, deadline=None)
 @given(any_rows(12), st.integers(1, 3), st.integers(0, 2))

@@ -336,10 +336,6 @@ def test_narrow_draft_vocabulary() -> None:
 
 def test_errors() -> None:
     batch = make_batch([1, 2], 10, dense=True)
-    with pytest.raises(ValueError, match="positions has shape"):
-        rejection_sample(*batch._replace(positions=batch.positions[:2]))
-    with pytest.raises(ValueError, match="idx_mapping has 1 requests, but cu_num_logits 2"):
-        rejection_sample(*batch._replace(idx_mapping=batch.idx_mapping[:1]))
     with pytest.raises(ValueError, match="draft_logits has shape"):
         rejection_sample(*batch._replace(max_num_draft=3))
     with pytest.raises(ValueError, match="must be one of fused, reference"):
