@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from ..implementations import module_of
 
-LARGEST_N = 16  # longest n-gram
 LONGEST_MATCH = 31  # a longer match counts as this long
 NO_MATCH = 1 << 30  # distance without an earlier match; the earliest of equal matches is then nearest
 
@@ -69,7 +68,7 @@ def history_match(
 
     Args:
         min_ngram: shortest match; where copying would go on, one token is enough.
-        max_ngram: longer matches count as equally long; 1 <= min_ngram <= max_ngram <= LARGEST_N.
+        max_ngram: longer matches count as equally long; 1 <= min_ngram <= max_ngram <= 16.
         longest: no text or reference of these rows has more tokens; None: L.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 

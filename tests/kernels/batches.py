@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from scipy.stats import chisquare
 
 TEMPERATURES = torch.tensor([0.0, 0.7, 1.0, 1.6])
 # By request state; limits alone and together, some of which keep everything.
@@ -35,3 +36,12 @@ def conditional(seed: int, vocab_size: int, sharpness: float) -> Callable[[tuple
         return drawn / drawn.sum()
 
     return after
+
+
+def p_value(tokens: torch.Tensor, law: torch.Tensor) -> float:
+    """Of chi-squared; 0 for a token that cannot be."""
+    counts, law = torch.bincount(tokens, minlength=len(law)), law.double()
+    if counts[law == 0].any():
+        return 0.0
+    expected = law[law > 0] / law.sum() * counts.sum()
+    return float(chisquare(counts[law > 0].numpy(), expected.numpy()).pvalue)

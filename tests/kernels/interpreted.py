@@ -5,15 +5,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm_specplugins.kernels.rejection.inputs import to_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 needs_triton = pytest.mark.skipif(not RUNS, reason="runs in a process with Triton's interpreter")
+by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
 
 
 if INTERPRETED:
@@ -22,6 +25,14 @@ if INTERPRETED:
 
     _quick = quick_interpreter()  # for the rest of this process
     _quick.__enter__()
+
+
+def assert_equals_reference(operation: Any, *arguments: Any) -> Any:
+    """A kernel's tensors are those of the reference, to the bit; returns the reference's."""
+    expected = operation(*arguments, implementation="reference")
+    for ours, theirs in zip(operation(*to_device(arguments, DEVICE), implementation="fused"), expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs)
+    return expected
 
 
 @contextmanager

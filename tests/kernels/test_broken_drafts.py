@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from interpreted import DEVICE, RUNS, needs_triton
-from scipy.stats import chisquare
+from batches import p_value
+from interpreted import assert_equals_reference, by_reference, needs_triton
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.inputs import Batch, make_batch, to_device
+from vllm_specplugins.kernels.rejection.inputs import Batch, make_batch
 
 SIZE, NUM_REQS = 8, 20_000
 P = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, -2.0])
@@ -25,7 +25,6 @@ WHOLE = {
     "some -inf": torch.tensor([3.0, -INF, -INF, 1.0, 0.0, 0.0, 0.0, 0.0]),
     "largest": torch.tensor([3e38, 3e38, 0.0, 1.0, 0.0, -3e38, 0.0, 0.0]),
 }
-by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
 
 
 def batch_of(rows: list[torch.Tensor], drafts: torch.Tensor, temperature: float = 1.0) -> Batch:
@@ -53,8 +52,7 @@ def drawn(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def follows_p(tokens: torch.Tensor, temperature: float = 1.0) -> bool:
-    law = torch.softmax(P.double() / temperature, 0) * len(tokens)
-    return bool(chisquare(torch.bincount(tokens, minlength=SIZE).numpy(), law.numpy()).pvalue > 1e-4)
+    return p_value(tokens, torch.softmax(P.double() / temperature, 0)) > 1e-4
 
 
 @by_reference
@@ -108,6 +106,4 @@ def test_fused_equals_reference() -> None:
     batch = make_batch([3] * num_reqs, SIZE, dense=True, temperature=heat, agreement=0.9)
     for request, state in enumerate(batch.idx_mapping.tolist()):
         batch.draft_logits[state, int(torch.randint(3, (1,), generator=rng))] = kinds[request % len(kinds)]
-    expected = rejection_sample(*batch, implementation="reference")
-    for ours, theirs in zip(rejection_sample(*to_device(batch, DEVICE), implementation="fused"), expected, strict=True):
-        assert torch.equal(ours.cpu(), theirs)
+    assert_equals_reference(rejection_sample, *batch)

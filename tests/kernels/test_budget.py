@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, RUNS, needs_triton
+from interpreted import DEVICE, by_reference, needs_triton
 from vllm_specplugins.kernels.budget import Layout, share_budget
 from vllm_specplugins.kernels.inputs import make_budgets
 from vllm_specplugins.kernels.rejection.inputs import to_device
@@ -33,7 +33,7 @@ def test_equals_reference(num_rows: int, width: int, num_slots: int) -> None:
             assert torch.equal(ours, expected), step
 
 
-@pytest.mark.skipif(RUNS, reason="once is enough")
+@by_reference
 @pytest.mark.parametrize(("num_rows", "width", "num_slots"), SIZES)
 def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
     """What is admitted is worth as much as what vLLM admits, and within the drafts. Fails if a chance stands for its

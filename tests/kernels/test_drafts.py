@@ -6,8 +6,8 @@ to be chosen before Triton is imported: a separate process.
 
 import pytest
 import torch
-from interpreted import DEVICE, RUNS, needs_triton
-from scipy.stats import chisquare
+from batches import p_value
+from interpreted import DEVICE, assert_equals_reference, by_reference, needs_triton
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
 from vllm_specplugins.kernels.rejection.inputs import to_device
@@ -22,9 +22,6 @@ LIMITS = {
         "min_p": torch.tensor([0.0, 0.002, 0.02, 0.1] * (NUM_REQS // 4)),
     },
 }
-
-
-by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
 
 
 def of_requests(seed: int, num_reqs: int = NUM_REQS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,10 +83,8 @@ def test_tokens_follow_q() -> None:
     logits = torch.linspace(-2, 2, 16).expand(num_draws, -1)
     sampling = Sampling(torch.full((num_draws,), 0.7), torch.arange(num_draws), min_p=torch.full((num_draws,), 0.05))
     drafts, q = sample_with_q(logits, torch.full((num_draws,), 9), sampling)
-    law = torch.softmax(q[0].double() / 0.7, 0) * num_draws
-    counts, possible = torch.bincount(drafts, minlength=16), law > 0
-    assert 1 < possible.sum() < 16 and not counts[~possible].any()
-    assert chisquare(counts[possible].numpy(), law[possible].numpy()).pvalue > 1e-4
+    law = torch.softmax(q[0].double() / 0.7, 0)
+    assert 1 < (law > 0).sum() < 16 and p_value(drafts, law) > 1e-4
 
 
 @by_reference
@@ -110,11 +105,8 @@ def test_fused_equals_reference(dtype: torch.dtype) -> None:
     logits, positions = of_requests(9, num_reqs)
     heat = torch.tensor([0.7, 1.3, 1.0]).repeat(num_reqs // 3)
     limits = {name: values[:num_reqs] for name, values in LIMITS["truncated"].items()}
-    given = logits.to(dtype), positions, Sampling(heat, STATES[:num_reqs] * 5, **limits)
-    expected = sample_with_q(*given, implementation="reference")
-    ours = sample_with_q(*to_device(given, DEVICE), implementation="fused")
-    for one, other in zip(ours, expected, strict=True):
-        assert torch.equal(one.cpu(), other)
+    sampling = Sampling(heat, STATES[:num_reqs] * 5, **limits)
+    assert_equals_reference(sample_with_q, logits.to(dtype), positions, sampling)
 
 
 @needs_triton

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from batches import TRUNCATIONS, of_states
-from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
+from interpreted import DEVICE, INTERPRETED, assert_equals_reference, bytes_moved, needs_triton
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.arguments import Drafts, Result, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.inputs import Batch, as_step, make_batch, to_device
@@ -51,11 +51,7 @@ def test_equals_reference(kind: str, vocab_size: int, truncation: str) -> None:
 def test_step_equals_reference(drafts: list[int], truncation: str) -> None:
     """Where tokens stand, two of five in their prompts. Kills: a place of another row; a draft behind a prompt."""
     given = as_step(make_batch(drafts, 300, **of_states(truncation, 10)), prompts=2)
-    expected = sample_step(*given, implementation="reference")
-    ours = sample_step(*to_device(given, DEVICE), implementation="fused")
-    assert all(
-        torch.equal(one.cpu(), other) and one.dtype == other.dtype for one, other in zip(ours, expected, strict=True)
-    )
+    assert_equals_reference(sample_step, *given)
 
 
 @needs_triton

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, needs_triton
+from interpreted import DEVICE, assert_equals_reference, needs_triton
 from launch_keys import recorded
 from vllm_specplugins.kernels.inputs import make_chains, make_step, new_totals
 from vllm_specplugins.kernels.rejection.inputs import to_device
@@ -54,10 +54,7 @@ def test_joined(num_rows: int, max_num_draft: int, continues: bool) -> None:
     confidence."""
     first, second = make_chains(num_rows, max_num_draft)
     for chain in (second, second._replace(confidence=None)):
-        moved = to_device((first, chain), DEVICE)
-        actual, expected = join(*moved, continues, "fused"), join(first, chain, continues, "reference")
-        for one, other in zip(actual, expected, strict=True):
-            assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
+        expected = assert_equals_reference(join, first, chain, continues)
     if num_rows > 1:
         assert 0 < expected.stage.sum() < expected.stage.numel()
 

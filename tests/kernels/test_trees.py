@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, RUNS, needs_triton
-from scipy import stats
+from batches import p_value
+from interpreted import DEVICE, RUNS, by_reference, needs_triton
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.rejection.inputs import to_device
@@ -20,7 +20,6 @@ from vllm_specplugins.kernels.trees.reference import ancestors
 LENGTHS = [(5, 40), (37, 16), (100, 7), (70, 1), (0, 3), (15, 16)]
 HEADS = [(4, 2, 32), (3, 1, 24), (8, 8, 64)]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
-once = pytest.mark.skipif(RUNS, reason="once is enough")
 
 
 def dense(query: Query, cache: Any, mask: Mask, scale: float, request: int) -> torch.Tensor:
@@ -41,7 +40,7 @@ def dense(query: Query, cache: Any, mask: Mask, scale: float, request: int) -> t
     return torch.stack(rows).view(end - begin, *query.query.shape[1:])
 
 
-@once
+@by_reference
 @pytest.mark.parametrize("heads", HEADS)
 def test_attention_as_dense(heads: tuple[int, int, int]) -> None:
     """Kills: a bit of another place or node, a block of another request, a head of another group, a chunk that is not
@@ -66,7 +65,7 @@ def test_attention_equals_reference(heads: tuple[int, int, int], dtype: torch.dt
     torch.testing.assert_close(ours.cpu(), out, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@once
+@by_reference
 @pytest.mark.parametrize("width", [1, 2, 5, 16, 32])
 def test_ancestors(width: int) -> None:
     """Kills: a generation too few; a mask without the root, or the node."""
@@ -101,7 +100,7 @@ def test_walk() -> None:
             assert emitted[row] == [int(drawn[row, node]) for node in line] + [-1] * (width - len(line))
 
 
-@once
+@by_reference
 @pytest.mark.parametrize("temperature", [0.8, 1.0])
 def test_distribution(temperature: float) -> None:
     """Of the first two tokens, whatever is drafted, good trees and bad ones, of tokens that the noise chooses, too.
@@ -121,16 +120,11 @@ def test_distribution(temperature: float) -> None:
     emitted, num_emitted, _ = walk(parents, tokens, drawn, implementation="reference")
     first = (table[-1] / temperature).softmax(0)
     after = (table[:-1] / temperature).softmax(1)
-    assert chi_squared(emitted[:, 0], first) > 1e-3
+    assert p_value(emitted[:, 0], first) > 1e-3
     both = emitted[num_emitted > 1]
     # Given that a step went on, the first token is biased, as it may be; the second is not.
     for token in range(size):
-        assert chi_squared(both[both[:, 0] == token, 1], after[token]) > 1e-3
-
-
-def chi_squared(tokens: torch.Tensor, probs: torch.Tensor) -> float:
-    counts = tokens.bincount(minlength=len(probs)).double()
-    return float(stats.chisquare(counts, probs.double() / probs.double().sum() * counts.sum()).pvalue)
+        assert p_value(both[both[:, 0] == token, 1], after[token]) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
