@@ -80,7 +80,7 @@ def v2_on_a_cpu() -> Iterator[None]:
 
     with interpreted(), pytest.MonkeyPatch.context() as patches:
         patches.setattr("vllm.v1.worker.gpu.spec_decode.adaptive_verification._PROFILE_REPLAYS", 1)
-        patches.setattr("vllm_specplugins.engine.adaptive.prices._REPLAYS", 1)
+        patches.setattr("vllm_specplugins.engine.adaptive.budget._REPLAYS", 1)
         yield
 
 
