@@ -187,7 +187,7 @@ def test_seeded_requests_with_chunked_prompts(engine: Any) -> None:
 @pytest.mark.skipif(RUNNER == "v2", reason="mends V1's CPU kernel")
 def test_expanded_parameters() -> None:
     """Kills: parameters of another request's rows, and a replaced value that stays."""
-    from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens
+    from vllm_specplugins.engine.v1.verify import expand_batch_to_tokens
 
     x, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
     assert expand_batch_to_tokens(x, ends, 5, 0, 1).tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplugins.engine.frontend.option_checks import MAX_ABANDONED
-from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options
+from vllm_specplugins.engine.frontend.options import MAX_ABANDONED, OptionsResolver, request_options
 from vllm_specplugins.engine.frontend.prediction import Predicted
 from vllm_specplugins.engine.frontend.priority_executor import PIECE, PriorityExecutor, Work, pieces
 from vllm_specplugins.parsing import parse_config

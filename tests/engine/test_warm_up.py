@@ -87,7 +87,7 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int, num_draft: int) 
         model=SimpleNamespace(compute_logits=lambda hidden_states: head[: len(hidden_states)]),
         sampler=sampler,
         rejection_sampler=FusedRejectionSampler(sampler, config, device),
-        speculative_config=SimpleNamespace(runs_target=True, draws=True, draws_as_verified=True),
+        speculative_config=SimpleNamespace(runs_target=True, draws=True),
     )
     samples = kind != "one-hot"
     speculator = SimpleNamespace(

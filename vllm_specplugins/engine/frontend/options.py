@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,8 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_specplugins.config import ConfigError, error_text
-from vllm_specplugins.custom import option_checks
-from vllm_specplugins.engine.frontend.option_checks import OptionChecks
+from vllm_specplugins.custom import OptionCheck, option_checks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
 from vllm_specplugins.engine.hooks import wrap
@@ -24,6 +25,7 @@ from vllm_specplugins.methods import drafters
 from vllm_specplugins.request_options import (
     FLAT,
     REFERENCE,
+    SETTINGS,
     TENANT,
     Limits,
     Options,
@@ -204,3 +206,54 @@ class RequestLimits(NamedTuple):
     def max_draft_tokens(self, num_tokens: int, max_num_draft: int) -> int:
         """The draft tokens that a request of this length may get in a step, at most `max_num_draft`."""
         return draft_limit(self.options, num_tokens, max_num_draft, self.length_limit)
+
+
+logger = logging.getLogger("vllm.specplugins")
+
+MAX_ABANDONED = 8  # checks that have not returned; each still takes turns of the interpreter
+
+
+class OptionChecks:
+    """Runs `check_options` of proposers, which raise to refuse options. A check is a user's code on a client's data: it
+    runs in a thread, and one that hangs costs its request `budget_ms` ms, and other requests nothing."""
+
+    def __init__(self, checks: Sequence[OptionCheck], budget_ms: float):
+        self._checks = checks
+        self._budget_ms = budget_ms
+        self._abandoned: list[Future[str | None]] = []
+
+    def concern(self, options: Mapping[str, Any]) -> bool:
+        """Whether any check has to see these options."""
+        return bool(self._checks) and not options.keys() <= SETTINGS
+
+    @property
+    def are_stuck(self) -> bool:
+        """Whether MAX_ABANDONED earlier checks have not returned yet."""
+        self._abandoned = [check for check in self._abandoned if not check.done()]
+        return len(self._abandoned) >= MAX_ABANDONED
+
+    async def refusal(self, options: Mapping[str, Any]) -> str | None:
+        """The reason why a check refuses the options, or None."""
+        check: Future[str | None] = Future()
+        check.set_running_or_notify_cancel()
+        work = lambda: check.set_result(self._refusal(options))  # noqa: E731
+        threading.Thread(target=work, name="specplugins-check", daemon=True).start()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(check), self._budget_ms / 1000)
+        except TimeoutError:
+            self._abandoned.append(check)
+        if len(self._abandoned) == MAX_ABANDONED:
+            logger.warning(
+                "%d calls of check_options have not returned; until one does, requests with options of a custom "
+                "proposer get no drafts.",
+                MAX_ABANDONED,
+            )
+        return f"its check_options did not return within {self._budget_ms:.0f} ms"
+
+    def _refusal(self, options: Mapping[str, Any]) -> str | None:
+        for check in self._checks:
+            try:
+                check(options)
+            except BaseException as error:  # SystemExit included
+                return error_text(error)
+        return None

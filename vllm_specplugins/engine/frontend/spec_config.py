@@ -86,11 +86,6 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         return bool(sample_methods(self.plugin_config) - {"greedy"})
 
     @property
-    def draws_as_verified(self) -> bool:
-        """Whether drafts are sampled with all parameters of a request, as our verification samples."""
-        return self.draws and self.plugin_config.common.verification == "fused"
-
-    @property
     def reads_history(self) -> bool:
         return reads_history(self.plugin_config)
 

@@ -25,8 +25,7 @@ from vllm_specplugins.engine.v1.edits import edit_of_drafts
 from vllm_specplugins.engine.v1.learning import Readings
 from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import target_of
-from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
-from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
+from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors, expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import forces_tokens
 from vllm_specplugins.structures.arrays import Views, view

@@ -61,7 +61,7 @@ class Speculator(DraftModelSpeculator):
         kinds = {type(method_config) for row, method_config in drafters(config.plugin_config) if row.runs_target}
         if kinds != {EarlyExitConfig}:
             self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
-        if config.draws_as_verified:
+        if config.draws and config.plugin_config.common.verification == "fused":  # with all parameters of a request
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
             self.verified = Verified(self.temperature, self.seeds, *limits)
         if self.draft_logits is not None:
