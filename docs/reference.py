@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-from vllm_specplugins import draft
+from vllm_specplugins import device, draft
 from vllm_specplugins.__main__ import parser
 from vllm_specplugins.engine.metrics.names import LABELS, PREFIX, TABLE
 
@@ -52,7 +52,13 @@ def commands() -> Iterator[str]:
 
 def api() -> Iterator[str]:
     yield from ("# Proposer API", "", WRITTEN, "", "Module `vllm_specplugins.draft`. " + paragraph(draft.__doc__), "")
-    classes = [each for each in vars(draft).values() if inspect.isclass(each) and each.__module__ == draft.__name__]
+    modules = draft, device
+    classes = [
+        each
+        for module in modules
+        for each in vars(module).values()
+        if inspect.isclass(each) and each.__module__ == module.__name__
+    ]
     for owner in classes:
         yield from (f"## `{owner.__name__}`", "", paragraph((owner.__doc__ or "").partition("Args:")[0]), "")
         types = {field.name: field.type for field in fields(owner)} if is_dataclass(owner) else {}

@@ -53,7 +53,7 @@ FEATURES = {
             "vllm_specplugins/engine/v2/trees/",
             "vllm_specplugins/proposers/tree",
         ),
-        8,
+        7,
     ),
     "learning": Feature(
         r"\b(learn|learner|learning(?![ -]rate)|distillation|promotion)\b",
@@ -83,7 +83,7 @@ FEATURES = {
             "vllm_specplugins/engine/v1/built_in",
             "vllm_specplugins/engine/v2/speculators/built_in",
         ),
-        8,
+        7,
     ),
 }
 

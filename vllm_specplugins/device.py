@@ -72,6 +72,7 @@ class DeviceProposer(Proposer):
             self._slots.pop(request_id, None)
 
     def propose(self, batch: DraftBatch) -> Draft:
+        """Drafts for the host's tokens with `draft`."""
         import torch
 
         for request_id, options in zip(batch.request_ids, batch.options, strict=True):
