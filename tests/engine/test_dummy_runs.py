@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from cases import generate
 from conftest import RUNNER
 from families import EXIT_LAYER, checkpoint
@@ -101,12 +102,12 @@ def test_fewer_than_k(llm: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> N
     reports: list[int] = []
     tell = speculator.report.tell
 
-    def told(first: Any, *rest: Any) -> None:
-        tell(first, *rest)
-        late = getattr(first, "_num_draft", None)  # of what is drafted on the device; else names and drafts
-        reports.extend(map(len, rest[0]) if late is None else late[: rest[0].num_reqs].tolist())
+    def told(lengths: Any, *rest: Any) -> None:
+        tell(lengths, *rest)
+        reports.extend(num_draft for _, num_draft in lengths.items())
 
     monkeypatch.setattr(speculator.report, "tell", told)
+    monkeypatch.setattr(speculator.report, "trims", lambda: False)  # or nothing reads the lengths
     assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
     assert max(reports) == most
     assert most or layers.num_calls == 0
@@ -121,6 +122,8 @@ def test_max_model_len_sinks(llm: Any) -> None:
         worker.update_max_model_len(64)
         proposers = [proposer for _, proposer in worker._stages()]
         assert [proposer.max_position for proposer in proposers if hasattr(proposer, "max_position")] == [63]
-        assert worker.model_runner.speculator._most_tokens == 64
+        speculator = worker.model_runner.speculator
+        speculator.plan_for(torch.tensor([100]))
+        assert speculator.draft_max_seq_len == 64
     finally:
         worker.update_max_model_len(long)
