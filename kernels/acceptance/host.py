@@ -11,6 +11,7 @@ from ..steps import ACCEPTED, DRAFTS, KEPT, VERIFIED
 from . import BIN_ENDS, DECAY, MAX_STEP_TOKENS, SHARED_DECAY, Drafts, State
 from . import HOST_PRIOR_WEIGHT as PRIOR_WEIGHT
 
+EXTENDED_DECAY = 0.95  # per part of a draft that was accepted
 Ints, Reals = types.int64[::1], types.float64[:, ::1]
 _counts, _table = types.float64[:, :, ::1], types.int64[:, ::1]
 StateType = types.NamedTuple((_counts, _counts, Reals, Reals, types.int32[::1], types.int32[:, ::1], Reals), State)
@@ -55,13 +56,14 @@ def keep(
             by_stage[stage, DRAFTS] += is_first
 
 
-@compiled(types.void(StateType, Ints, Ints, Ints, Reals, types.int64[:, :, ::1]))
+@compiled(types.void(StateType, Ints, Ints, Ints, Reals, Reals, types.int64[:, :, ::1]))
 def observe(
     state: Any,
     rows: Any,  # [R]
     num_verified: Any,  # [R]
     num_accepted: Any,  # [R]
     whole: Any,  # [S, M], the length of a stage's part of the newest draft if all of it was accepted, else 0; written
+    extended: Any,  # [M, 2], of parts that were accepted: their fading number, and that of accepted tokens after them
     by_place: Any,  # [M, KINDS, K], counts
 ) -> None:
     """Counts the outcome of the newest drafts, and forgets the drafts."""
@@ -83,6 +85,9 @@ def observe(
             if end == length or state.sent_stage[row, end] != stage:
                 if num_right >= start:
                     whole[row, stage] = end - start if num_right >= end else 0
+                if num_right >= end:
+                    extended[stage, 0] = EXTENDED_DECAY * extended[stage, 0] + 1
+                    extended[stage, 1] = EXTENDED_DECAY * extended[stage, 1] + num_right - end
                 start = end
         all_tried += tried
         all_accepted += accepted

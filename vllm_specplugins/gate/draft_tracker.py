@@ -21,6 +21,7 @@ class DraftTracker:
     def __init__(self, num_stages: int, max_num_draft: int):
         state = new_state(num_stages, 1, max_num_draft, "cpu", HOST_PRIOR_WEIGHT)
         self.state, self.whole = State(*(array.numpy() for array in state)), np.zeros((1, num_stages))
+        self._extended = np.zeros((num_stages, 2))
         self._by_place = np.zeros((num_stages, len(KINDS), max_num_draft), np.int64)
         self._by_stage = np.zeros((num_stages, len(SUMS)), np.int64)
         self._lengths = np.zeros((num_stages, max_num_draft + 1), np.int64)
@@ -42,7 +43,7 @@ class DraftTracker:
     def observe(self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array) -> None:
         """Counts the outcome of the newest drafts, [R] tokens each, learns from it, and forgets the drafts."""
         outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64)
-        host.observe(self.state, rows, *outcome, self.whole, self._by_place)
+        host.observe(self.state, rows, *outcome, self.whole, self._extended, self._by_place)
 
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
         """Returns whether each request had `min_length` or more draft tokens, all accepted, the last not of this
@@ -50,6 +51,11 @@ class DraftTracker:
         num_draft = self.state.num_sent[rows]
         last = self.state.sent_stage[rows, np.maximum(num_draft, 1) - 1]
         return bool(((num_draft >= min_length) & (num_draft == num_accepted) & (last != stage)).all())
+
+    def continued(self, stage: int) -> float:
+        """Returns the accepted tokens of a lookup after a draft of this stage that is accepted whole, on average."""
+        number, num_tokens = self._extended[stage].tolist()
+        return float(num_tokens / (number + 1))
 
     def has_tried(self, stage: int) -> bool:
         """Returns whether enough first tokens of a stage were tried to outweigh its prior."""

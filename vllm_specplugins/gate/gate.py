@@ -126,7 +126,8 @@ class Gate:
         is_free = not any(record.is_warm for record in self._stages.values())
         tokens = rated(drafts), stage, np.ascontiguousarray(confidence), max_more, limits
         tracker = self._tracker
-        keep, more = _split(rows, *tokens, prices, draft_price, costs.max_length(is_free), tracker.state, tracker.whole)
+        costs_of = prices, draft_price, costs.max_length(is_free), tracker.continued(stage)
+        keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
         return keep, more
 
     def spares(self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, saved_ms: float) -> bool:
@@ -138,7 +139,8 @@ class Gate:
         if costs is None or not self._tracker.has_tried(stage):
             return False
         _, prices = self._prices(costs, len(rows))
-        gain = _gain(rows, rated(drafts), stage, max_more, prices, self._tracker.state)
+        tokens = rated(drafts), stage, max_more, prices, self._tracker.continued(stage)
+        gain = _gain(rows, *tokens, self._tracker.state)
         quiet = self._quiet[stage, SKIPS] + 1
         max_quiet = max(EXPLORE_EVERY, _steps_between(saved_ms, costs))
         is_spared = RUN_MARGIN * gain <= costs.tokens_per_ms * saved_ms and quiet <= max_quiet
@@ -196,6 +198,7 @@ def _gains(
     max_more: int,
     limit: int,
     prices: Any,
+    continued: float,
     state: Any,
     alone: Any,  # [K + 1], written
     after: Any,  # [K + 1], written
@@ -217,18 +220,22 @@ def _gains(
         if place < max_more:
             stage_survival *= accept_prob(state, row, stage, confidence[place])
             alone[place + 1] += max(0.0, stage_survival - prices[place])
+            if place + 1 == max_more < len(prices):
+                alone[place + 1] += stage_survival * continued
             if place < limit - length:
                 after[place + 1] += max(0.0, survival * stage_survival - prices[length + place])
     return length
 
 
-@compiled(types.float64(Ints, DraftsType, types.int64, Ints, _Prices, StateType))
-def _gain(rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, state: Any) -> float:
+@compiled(types.float64(Ints, DraftsType, types.int64, Ints, _Prices, types.float64, StateType))
+def _gain(rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, continued: float, state: Any) -> float:
     """Returns the tokens that a stage is expected to gain beyond the drafts, for all requests, before it drafts."""
     alone, after = np.empty((2, len(prices) + 1))
     confidence, gain = FIRST_CONFIDENCE + np.arange(len(prices)), 0.0
     for index in range(len(rows)):
-        _gains(rows[index], index, drafts, stage, confidence, max_more[index], 0, prices, state, alone, after)
+        _gains(
+            rows[index], index, drafts, stage, confidence, max_more[index], 0, prices, continued, state, alone, after
+        )
         gain += max(0.0, alone[-1] - after[0])
     return gain
 
@@ -236,7 +243,7 @@ def _gain(rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, state:
 @compiled(
     types.UniTuple(Ints, 2)(
         *(Ints, DraftsType, types.int64, Reals, Ints, Ints),
-        *(_Prices, types.float64, types.int64, StateType, Reals),
+        *(_Prices, types.float64, types.int64, types.float64, StateType, Reals),
     )
 )
 def _split(
@@ -249,6 +256,7 @@ def _split(
     prices: Any,  # [K], of verifying each token, in tokens
     draft_price: float,  # of drafting one more token of the stage for all
     max_length: int,
+    continued: float,  # accepted tokens of a lookup after a draft of the stage that is accepted whole
     state: Any,
     whole: Any,
 ) -> Any:
@@ -257,8 +265,8 @@ def _split(
     alone, after, gains = np.empty((num_reqs, K + 1)), np.empty((num_reqs, K + 1)), np.zeros(K + 1)
     for index in range(num_reqs):
         lengths[index] = _gains(
-            rows[index], index, drafts, stage, confidence[index], max_more[index], limits[index], prices, state,
-            alone[index], after[index],
+            rows[index], index, drafts, stage, confidence[index], max_more[index], limits[index], prices, continued,
+            state, alone[index], after[index],
         )  # fmt: skip
         gains += np.maximum(alone[index], after[index])
     depth = 0
