@@ -1,5 +1,9 @@
 """The gate under load, on recorded text at an H100's step costs."""
 
+import subprocess
+import sys
+
+import make
 import numpy as np
 import pytest
 from make import KINDS, trace
@@ -52,3 +56,8 @@ def test_traces_are_what_they_claim(kind: str) -> None:
         shares.append(np.mean([tuple(output[i : i + 8]) in grams for i in range(max(1, len(output) - 8))]))
     low, high = {"code": (0.6, 1.0), "agents": (0.1, 1.0), "prose": (0.0, 0.1)}[kind]
     assert low <= np.mean(shares) <= high
+
+
+def test_the_program_starts() -> None:
+    """Fails if it imports what only tests have on their path."""
+    subprocess.run([sys.executable, make.__file__, "--help"], check=True, stdout=subprocess.DEVNULL)

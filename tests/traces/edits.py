@@ -3,7 +3,11 @@
 import keyword
 import random
 import re
+import sys
 from collections import Counter
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 
 from library import WORDS
 
