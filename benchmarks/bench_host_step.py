@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "prompt_lookup": LOOKUP,
     "suffix_lookup": {"method": "suffix_lookup"},
     "cascade": {"method": "cascade", "stages": [LOOKUP, EXIT]},
+    "lookahead tree": {"method": "lookahead", "num_speculative_tokens": 29},
     "early_exit": EXIT,
     "coupled": {**EXIT, "draft_sample_method": "coupled"},
     "look_ahead": {**EXIT, "look_ahead": "?"},
@@ -66,6 +67,7 @@ BARS = [
     ("learning", "jump", (1.02, 1.02, 1.02), (1.06, 1.05, 1.05)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
     ("tree, K = 0", "early_exit, K = 0, TRITON_ATTN", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
+    ("lookahead tree, K = 0", "prompt_lookup, K = 0, TRITON_ATTN", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
     ("lookup and tree, K = 0", "cascade, K = 0, TRITON_ATTN", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
     ("lookup and eagle3", "eagle3", (1.05, 1.05, 1.05), (1.40, 1.25, 1.25)),
 ]

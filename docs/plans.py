@@ -24,7 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "eagle3": {"model": "name"},
 }
 METHODS = [
-    *("prompt_lookup", "suffix_lookup", "early_exit", "jump", "medusa", "remote", "grammar", "custom"),
+    *("prompt_lookup", "suffix_lookup", "early_exit", "jump", "medusa", "lookahead", "remote", "grammar", "custom"),
     *("prompt_lookup, early_exit", "prompt_lookup, eagle3", "suffix_lookup, early_exit", "prompt_lookup, grammar"),
 ]
 ENGINES = {
@@ -47,7 +47,8 @@ def cell(methods: str, engine: Conditions) -> str:
         plan = make_plan(config, engine)
     except ValueError:
         return "refused"
-    if runs_target(config) and engine.pipeline_parallel_size > 1:  # engine/target/admission.py
+    refuses = runs_target(config) or config.longest_chain  # engine/target/admission.py, engine/trees.py
+    if refuses and engine.pipeline_parallel_size > 1:
         return "refused"
     place = "host" if not plan.on_device else "device and thread" if plan.is_late else "device"
     return f"{place}, {'async' if plan.is_async else 'sync'}{', trimmed' if plan.trims else ''}"

@@ -48,9 +48,11 @@ FEATURES = {
         (
             "kernels/rounds/",
             "kernels/trees/",
+            "vllm_specplugins/config/lookahead",
             "vllm_specplugins/config/trees",
             "vllm_specplugins/engine/trees",
             "vllm_specplugins/engine/v2/trees/",
+            "vllm_specplugins/proposers/lookahead",
             "vllm_specplugins/proposers/tree",
         ),
         7,

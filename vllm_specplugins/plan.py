@@ -4,7 +4,7 @@ start's log and `doctor` print the plan; docs/compatibility.md has it as a table
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 from vllm_specplugins.methods import drafters, drafts_late, forces_tokens, is_custom_on_device, method_of, runs_target
 
 # Schedulers of ours, for vLLM's field `scheduler_cls`.
@@ -16,6 +16,7 @@ GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 ON_HOST = "vllm_specplugins.engine.v2.speculators.host:HostSpeculator"
 ON_DEVICE = "vllm_specplugins.engine.v2.speculators.device:DeviceSpeculator"
 TREES = "vllm_specplugins.engine.v2.trees.speculator:TreeSpeculator"
+LOOKAHEAD = "vllm_specplugins.engine.v2.trees.lookahead:LookaheadSpeculator"
 
 
 class Place(Enum):
@@ -106,10 +107,16 @@ def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
         is_async=is_async,
         schedule=schedule,
         scheduler=_scheduler(config, engine, is_async),
-        speculator=TREES if config.longest_chain else ON_DEVICE if on_device else ON_HOST,
+        speculator=_speculator(config, on_device),
         chooser=_chooser(config, engine, on_device),
         untrimmed_for=_untrimmed_for(config, engine, on_device),
     )
+
+
+def _speculator(config: SpecConfig, on_device: bool) -> str:
+    if not config.longest_chain:
+        return ON_DEVICE if on_device else ON_HOST
+    return LOOKAHEAD if "lookahead" in methods_of(config) else TREES
 
 
 def wanted_schedule(config: SpecConfig, asked_async: bool | None, pipeline_parallel_size: int) -> bool | None:
@@ -124,7 +131,7 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
         can = rows[0].is_lookup and len(rows) == 2 and (rows[1].runs_target or rows[1].is_offered)
     else:
         can = rows[0].runs_target or rows[0].is_lookup or is_late or is_custom_on_device(config)
-    if not can:
+    if not (can or config.longest_chain):
         return "it reads tokens there"
     if not (config.stages or is_late):
         return None

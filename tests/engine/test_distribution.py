@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter; rows in graphs have a simulated device"
 WARM, CUT = [cell(1.0)], [cell(0.8, TOP_P)]
 SOME, KINDS = (0.0, 1.0), {"greedy": "", "probabilistic": "-probabilistic", "coupled": "-coupled"}
+LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 2, "gate": "off"}
 Config = dict[str, Any] | Callable[[Path], dict[str, Any]]  # of a folder for trained parts
 Judge = Callable[..., tuple[Any, list[tuple[Judged, str]]]]
 
@@ -80,6 +81,7 @@ else:  # an interpreted step takes a tenth of a second, and more with many reque
         "look-ahead": Row(ahead_of_all, WARM, 72, (0.5, 0.9), "in graphs"),  # each first token is the target's
         "tree": Row(exit_tree(4, 1), WARM, 400, SOME, "a tree"),
         "rounds": Row(rounds_tree(4, 1), [cell(0.8), cell(1.0)], 400, SOME, "a tree"),
+        "lookahead": Row(LOOKAHEAD, [cell(0.8)], 400, (0.0, 0.5), "a tree"),
         "merged tree": Row(merged_tree(4, 1), WARM, 400, SOME, "a tree"),
         **{name: Row(METHODS[name], WARM, 200, SOME, "in graphs") for name in ("cascade-draft_model", "cascade-eagle")},
     }

@@ -12,6 +12,7 @@ from vllm_specplugins.config.fields import (
     integer,
     is_integer,
 )
+from vllm_specplugins.config.lookahead import LookaheadConfig
 from vllm_specplugins.config.proposers import (
     MAX_STAGES,
     CascadeConfig,

@@ -4,8 +4,9 @@ from dataclasses import replace
 from itertools import product
 
 from vllm_specplugins.config.fields import ConfigError
+from vllm_specplugins.config.lookahead import LookaheadConfig
 from vllm_specplugins.config.proposers import NOT_WITH_TREE
-from vllm_specplugins.config.whole import SpecConfig, methods_of, rule, sample_methods
+from vllm_specplugins.config.whole import SpecConfig, methods_of, rule, sample_methods, stage_configs
 
 
 def chain_length(num_nodes: int) -> int:
@@ -40,6 +41,8 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
                 f"cascade: stages[{index}] must not hold tree, which the cascade has, or a method that is alone."
             )
     method, tree = config.method, getattr(config.method_config, "tree", None)
+    if windows := stage_configs(config, LookaheadConfig):
+        return _with_lookahead(config, windows[0], says_length)
     in_rounds = any(getattr(part.method_config, "rejection", None) for part in config.parts)
     samples = "probabilistic" in sample_methods(config)
     if (tree and samples != in_rounds) or (in_rounds and (config.stages or not tree)):
@@ -67,3 +70,22 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
             )
         config = config.with_stages((stages[0], replace(stages[1], num_speculative_tokens=chain_length(tree))))
     return replace(config.with_length(tree), says_length=True, longest_chain=chain_length(tree))
+
+
+def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length: bool) -> SpecConfig:
+    """A copy in which K is the size of the tree with the window."""
+    method, num_nodes, verification = config.method, lookahead.num_nodes, config.common.verification
+    if stages := config.stages:
+        fits = methods_of(config) == ["prompt_lookup", "lookahead"] and rule(config) != "verify"
+        if not fits or config.method_config.tree or any(stage.num_speculative_tokens for stage in stages):
+            raise ConfigError(
+                "cascade: stages must be prompt_lookup and lookahead without num_speculative_tokens, policy 'auto' and "
+                "tree left out, where one is lookahead."
+            )
+    if says_length and config.length != num_nodes:
+        raise ConfigError(
+            f"{method}: num_speculative_tokens must be {num_nodes}, lookahead's, or left out, not {config.length}."
+        )
+    if verification != "fused":
+        raise ConfigError(f"{method}: verification must be 'fused' with lookahead, not {verification!r}.")
+    return replace(config.with_length(num_nodes), says_length=True, longest_chain=lookahead.ngram - 1)

@@ -6,7 +6,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 
 _NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # vLLM's name for v2/trees/attention.py, and for its base
 
@@ -23,7 +23,7 @@ def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
     names = [getattr(backend, "name", backend) for backend in asked if backend is not None]
     if others := sorted({str(name) for name in names} - {_NAME, _BASE}):
         raise ConfigError(
-            f"{config.method}: attention_backend must be {_BASE} or left out with tree, not {others[0]!r}."
+            f"{config.method}: attention_backend must be {_BASE} or left out with {_word(config)}, not {others[0]!r}."
         )
     register()
     if asked[1] is not None:
@@ -31,14 +31,19 @@ def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
     return {"attention_backend": AttentionBackendEnum[_NAME]}
 
 
+def _word(config: SpecConfig) -> str:
+    return "lookahead" if "lookahead" in methods_of(config) else "tree"
+
+
 def check_trees(vllm_config: VllmConfig) -> None:
     """Raises ConfigError for an engine in which a tree cannot be verified."""
     if not vllm_config.speculative_config.plugin_config.longest_chain:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    method, text = vllm_config.speculative_config.plugin_config.method, model.hf_text_config
+    config, text = vllm_config.speculative_config.plugin_config, model.hf_text_config
+    method, word = config.method, _word(config)
     if not vllm_config.use_v2_model_runner:
-        raise ConfigError(f"{method}: tree must be left out on Model Runner V1, which has no attention for trees.")
+        raise ConfigError(f"{method}: {word} must be left out on Model Runner V1, which has no attention for trees.")
     kinds = {
         "multi-head latent attention": model.use_mla,
         "a sliding window": getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True),
@@ -53,5 +58,5 @@ def check_trees(vllm_config: VllmConfig) -> None:
     for kind, is_present in kinds.items():
         if is_present:
             raise ConfigError(
-                f"{method}: tree must be left out with {kind}: not verified exactly there, or never tried."
+                f"{method}: {word} must be left out with {kind}: not verified exactly there, or never tried."
             )

@@ -95,7 +95,7 @@ class TreeSpeculator(DeviceSpeculator):
             self.outcomes.worth(prefix, depth)
             # A request that does not allow the model gets the lookup's chain.
             survival = self.outcomes.survivals(prefix).log().float().masked_fill(~is_asked[:, None], 0.0)
-            drafts = self._grown(batch, rows, is_asked, (prefix.token_ids, survival))
+            drafts = self._grown(batch, rows, is_asked, prefix, survival)
             drafts = drafts._replace(by_stage=(prefix.num_draft, torch.where(is_asked, depth, -1)))
             learned = self.outcomes.learned = prefix
         if prefix is not None:
@@ -103,8 +103,11 @@ class TreeSpeculator(DeviceSpeculator):
             self._learned[self.trees.table_rows(rows)] = torch.cat((learned.token_ids, lengths), dim=1)
         return drafts
 
-    def _grown(self, batch: DeviceBatch, rows: torch.Tensor, may_branch: Any = True, other: Any = None) -> DraftArrays:
+    def _grown(
+        self, batch: DeviceBatch, rows: torch.Tensor, may_branch: Any = True, prefix: Any = None, survival: Any = None
+    ) -> DraftArrays:
         assert batch.target is not None
+        other = None if prefix is None else (prefix.token_ids, survival)
         may_branch = self.trees.branches(rows) & may_branch
         tree = draft_tree(self._proposer, batch.target, self.num_speculative_steps, may_branch, other)
         self.trees.put(rows, tree.parents)

@@ -184,6 +184,12 @@ class Trees:
             after = in_rounds(
                 after, tokens, tree, logits, rows, q_logits, places[starts[:-1]], sampling.at(slots), self._rounds[1],
             )  # fmt: skip
-        emitted, num_emitted, path = walk(parents, tokens, after)
+        return self.follow(slots, tokens, after)
+
+    def follow(
+        self, slots: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Walks trees with these tokens, and the target's after them, [R, W] int64; see kernels.trees.walk."""
+        emitted, num_emitted, path = walk(self._parents[slots], tokens, drawn)
         self._path[slots] = path
         return emitted, num_emitted

@@ -1,0 +1,85 @@
+"""Lookahead decoding on Model Runner V2: outputs are those of no speculation, and steps are those of a play."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import NUM_TOKENS, STRESS, check_ends, generate
+from conftest import RUNNER, spec_metrics
+from test_identity import steps_of
+from test_trees import attention, check  # noqa: F401
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.tools.files import CHAT_MODEL
+
+pytestmark = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
+SMALL = {"method": "lookahead", "window": 3, "ngram": 3, "guesses": 2}
+PLAYED = Path(__file__).parents[2] / "docs" / "figures" / "lookahead_answers.jsonl"
+
+
+def alone(**other: Any) -> dict[str, Any]:
+    return {**SMALL, "gate": "off", **other}
+
+
+def with_lookup(**other: Any) -> dict[str, Any]:
+    return {"method": "cascade", "stages": [{"method": "prompt_lookup"}, SMALL], "gate": "off", **other}
+
+
+@pytest.mark.parametrize(("kind", "asynchronous"), [(alone, False), (with_lookup, True)])
+def test_identity(attention: None, engine: Any, prompts: Any, expected: Any, kind: Any, asynchronous: bool) -> None:  # noqa: F811
+    """Preemption, prefix-cache hits, chunked prefill, ends and an abort. Kills: a token of the window that comes out,
+    keys and values of the window that stay, a window of the request that had the slot before."""
+    llm = engine(kind(), **STRESS, async_scheduling=asynchronous)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    check(llm, 25)
+    assert generate(llm, prompts, [3, 5], max_tokens=NUM_TOKENS) == expected, "from the prefix cache"
+    assert spec_metrics(llm)["preemptions"] > 0 or not asynchronous, "which takes more blocks"
+    check_ends(llm, prompts, expected)
+    before = steps_of(llm, "same-id", prompts[2], presence_penalty=0.5)[-1]
+    assert steps_of(llm, "same-id", prompts[3], 5)[-1][2] is None
+    assert steps_of(llm, "same-id", prompts[2], presence_penalty=0.5)[-1] == before, "a chain in the slot of a tree"
+
+
+def test_what_the_gate_does(attention: None, engine: Any, prompts: Any, expected: Any, monkeypatch: Any) -> None:  # noqa: F811
+    """Trees, the newest guess alone and nothing in turns. Kills: a window that is read in a step without one."""
+    llm, turns = engine(with_lookup(gate="auto"), **STRESS, async_scheduling=True), [9, 9, 2, 0, 0, 9, 1]
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+
+    class Turns:
+        def __getitem__(self, num_reqs: int) -> int:
+            turns.append(turns.pop(0))
+            return turns[-1]
+
+    monkeypatch.setattr(scheduler, "dynamic_sd_lookup", Turns())
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    check(llm, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHAT_MODEL.exists(), reason="examples/chat_model.py makes the model")
+def test_as_played(attention: None, engine: Any) -> None:  # noqa: F811
+    """Answers of the chat model, by bench_lookahead.py: the same tokens in as many steps. Kills: a mask, a position, a
+    pool or a window that is not the play's."""
+    rows = [json.loads(line) for line in PLAYED.read_text().splitlines()]
+    settings = {"model": str(CHAT_MODEL), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
+    llm = engine({"method": "lookahead", "gate": "off"}, **settings, async_scheduling=False)
+    answers = generate(llm, [row["prompt"] for row in rows], [len(rows)], max_tokens=64)
+    for row, answer in zip(rows, answers, strict=True):
+        assert answer == row["output"]
+    metrics = spec_metrics(llm)
+    steps = sum(row["steps"][0] for row in rows)
+    assert metrics["drafts"] == steps
+    assert metrics["accepted_tokens"] >= sum(len(row["output"]) - 1 for row in rows) - steps
+
+
+@pytest.mark.parametrize("field", ["kv_cache_dtype", "tensor_parallel_size"])
+def test_refusals(field: str) -> None:
+    """Kills: an engine that would verify by a wrong mask; a sentence about a field that the user did not set."""
+    from conftest import DEMO_MODEL
+    from vllm.engine.arg_utils import EngineArgs
+
+    value = {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2}[field]
+    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=alone(), enforce_eager=True, **{field: value})
+    with pytest.raises(ConfigError, match="lookahead must be left out with"):
+        args.create_engine_config()

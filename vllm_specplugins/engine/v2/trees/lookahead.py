@@ -1,0 +1,76 @@
+"""Model Runner V2: lookahead decoding, alone or with what a lookup leaves free of a tree. R: rows, K: nodes of a tree,
+beside its root."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch
+from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.v2.requests import Request
+from vllm_specplugins.engine.v2.trees.speculator import TreeSpeculator
+from vllm_specplugins.structures.drafts import DraftArrays, of_stage
+
+
+class LookaheadSpeculator(TreeSpeculator):
+    """Drafts trees with windows. A row that wants less than a tree, or may have none, gets the lookup's chain or the
+    newest guess."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
+        super().__init__(vllm_config, device, req_states)
+        self._depths, self.reads_tokens = (0,), True  # no layers run; requests begin with the n-grams of their prompt
+        # By slot, and one for rows of padding: the nodes before the window in the newest tree.
+        self._begin_of_window = torch.full((self.max_num_reqs + 1,), self.num_speculative_steps, device=device)
+        wrap(self.trees, "follow", self._follow)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        super().add(requests)
+        for request in requests:
+            self._proposer.start(request.slot, torch.tensor(request.token_ids, dtype=torch.int64).to(self.device))
+
+    def _draft_on_device(self, target: Any, num_steps: int, longest: int | None = None) -> bool:
+        return super()._draft_on_device(target, self.num_speculative_steps, longest)
+
+    def _grown(
+        self, batch: DeviceBatch, rows: torch.Tensor, may_branch: Any = True, prefix: Any = None, *_: Any
+    ) -> DraftArrays:
+        proposer, wanted, slots = self._proposer, self._wanted.num_tokens, self.trees.table_rows(rows)
+        newest = self._extend(slots, len(rows))
+        tree = proposer.tree(slots, newest, None if prefix is None else (prefix.token_ids, prefix.num_draft))
+        is_tree = self.trees.branches(rows) & may_branch & (wanted >= self.num_speculative_steps)
+        token_ids = torch.zeros_like(tree.token_ids)
+        token_ids[:, : proposer.ngram - 1] = tree.chain
+        num_draft = tree.has_guess * (proposer.ngram - 1)
+        if prefix is not None:
+            copies = prefix.num_draft > 0
+            token_ids = torch.where(copies[:, None], prefix.token_ids, token_ids)
+            num_draft = torch.where(copies, prefix.num_draft, num_draft * may_branch)
+        num_draft = torch.where(is_tree, self.num_speculative_steps, num_draft.minimum(wanted)).to(wanted.dtype)
+        token_ids = torch.where(is_tree[:, None], tree.token_ids, token_ids).int()
+        self.trees.put(rows, torch.where(is_tree[:, None], tree.parents, self.trees.chain))
+        self._begin_of_window[slots] = torch.where(is_tree, tree.begin, self.num_speculative_steps)
+        drafts = of_stage(MODEL if self._policy else 0, token_ids, num_draft, num_draft * 0.0 + 1)
+        if prefix is None:
+            return drafts
+        return drafts._replace(stage=drafts.stage.masked_fill(self._steps < prefix.num_draft[:, None], LOOKUP))
+
+    def _extend(self, slots: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Puts n-grams of the newest tokens into the pools; returns each row's newest token, [R] int64."""
+        there, num_new = self.outcomes.rows(num_rows)
+        lengths = self._req_states.total_len.gpu[there].long()
+        places = lengths[:, None] + torch.arange(1 - 2 * self._proposer.ngram, 0, device=slots.device)
+        newest = self._req_states.all_token_ids.gpu[there[:, None], places.clamp(min=0)].long()
+        self._proposer.extend(slots, newest, lengths, num_new)
+        return newest[:, -1]
+
+    def _follow(self, follow: Any, slots: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor) -> Any:
+        """Reads the tokens after the window's last level; no path goes through the window."""
+        num_window, width = self._proposer.num_window, self._proposer.width
+        begin, nodes = self._begin_of_window[slots, None], torch.arange(tokens.shape[1], device=tokens.device)
+        end = (begin + num_window).clamp(max=tokens.shape[1] - 1)
+        is_read = (begin < self.num_speculative_steps) & (tokens.gather(1, end) >= 0)
+        last = drawn.gather(1, end - width + 1 + torch.arange(width, device=tokens.device))
+        self._proposer.read(slots, last, is_read[:, 0])
+        return follow(slots, tokens.masked_fill((nodes > begin) & (nodes <= begin + num_window), -1), drawn)
