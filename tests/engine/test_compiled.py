@@ -74,21 +74,22 @@ CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 FixFunctionalizationPass.__call__ = lambda self, graph: None  # names kernels that only GPUs have
 print("RESULT", json.dumps([start(cold) for cold in (True, False)]))
 """
-NUM_LAYERS = 2
+NUM_LAYERS = 3
 NUM_TOKENS = 21  # one from the prompt and four whole steps of K + 1, so that no draft is cut
 
 
 @ONCE
 @pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
-    """A jump after one layer, checked by all layers, in two engines of which the second finds all code on disk.
-    Kills: the body's code for a cut, one cut's for another, or a cut's for the body, in memory or from the cache; a
-    norm that is compiled in; a draft token of a type that was not compiled for; late layers that stay eager, or are fed
-    with tokens in place of states.
+    """A jump after one layer, checked by the first and the last layer, and these by all, in two engines of which the
+    second finds all code on disk. Kills: the body's code for a cut, one cut's for another, or a cut's for the body, in
+    memory or from the cache; a norm that is compiled in; a draft token of a type that was not compiled for; late layers
+    that stay eager, or are fed with tokens in place of states.
     """
     model = str(first_layers(DEMO_MODEL, NUM_LAYERS))
     stages = [
         {"method": "jump", "head": write_head(tmp_path / "head", 1, 1, 0.01, num_layers=NUM_LAYERS)["head"]},
+        {"method": "early_exit", "layers": [0, NUM_LAYERS - 1]},
         {"method": "early_exit", "exit_layer": NUM_LAYERS},
     ]
     arguments = {
@@ -126,7 +127,7 @@ def test_compiled(tmp_path: Path) -> None:
     assert counts["drafted_tokens"] == counts["accepted_tokens"] == len(outputs) * (NUM_TOKENS - 1) * 4 // 5
     assert 0 < counts["0 jump kept"] < counts["0 jump drafted"]
     assert cold["eager"] == warm["compiled"] == cold["compiled"], "the same tokens, of the same stages"
-    assert cold["code"] == [4, 0] and warm["code"] == [4, 4], "the target's and three cuts', stored and then loaded"
+    assert cold["code"] == [5, 0] and warm["code"] == [5, 5], "the target's and four cuts', stored and then loaded"
     assert cold["faults"] == warm["faults"] == {}
 
 

@@ -12,7 +12,7 @@ from vllm_specplugins.__main__ import main
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools import skipping
 from vllm_specplugins.tools.base_model import BaseModel
-from vllm_specplugins.tools.skipping import Answer, agreement, dropped_one
+from vllm_specplugins.tools.skipping import HIGHEST, Answer, agreement, dropped_one
 from vllm_specplugins.tools.training.kinds import skipping_guesser
 from vllm_specplugins.tools.training.scores import Text
 
@@ -77,24 +77,25 @@ def test_agreement(base: BaseModel) -> None:
     probs = torch.stack(rows).softmax(-1)[torch.arange(len(rows)), torch.tensor(ROW[begin:])]
     same = sum(int(row.argmax()) == token for row, token in zip(rows, ROW[begin:], strict=True)) / len(rows)
     agreement(base, [answer], [1])
-    assert agreement(base, [answer], LAYERS) == pytest.approx((same, float(probs.mean())), abs=1e-5)
+    assert agreement(base, [answer], LAYERS) == pytest.approx((same, same + float(probs.mean())), abs=1e-5)
 
 
 def test_the_best_goes_first(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the agreement of those left. Fails if a layer that was given up is tried again, or the worst one goes."""
-    seen = []
+    """By the score of those left. Fails if the worst one goes, or a layer is tried that cannot be the best."""
+    seen = list[list[int]]()
+    known = {(1, 2): 0.6, (0, 2): 0.9, (0, 1): 0.7, (2,): 0.5, (0,): 0.65}
 
     def agrees(_: Any, __: Any, layers: list[int]) -> tuple[float, float]:
         seen.append(layers)
-        return (0.5 if 1 in layers else 0.9), 0.0
+        return known[tuple(layers)] / 2, known[tuple(layers)]
 
     monkeypatch.setattr(skipping, "agreement", agrees)
-    monkeypatch.setattr(skipping, "MIN_TRIED", 1)
-    state, same = dropped_one(base, [], [], [0, 1, 2])
-    assert (state["dropped"], same) == ([1], 0.9) and len(state["tried"]) == 1
-    assert sorted(seen) == [[0, 1], [0, 2], [1, 2]]
-    last, _ = dropped_one(base, [], **state)
-    assert set(last["dropped"]) == {1, *state["tried"]} and len(seen) == 4
+    state, same = dropped_one(base, [], [], [HIGHEST] * 3)
+    assert state == {"dropped": [1], "scores": [0.6, 0.9, 0.7]} and same == 0.45
+    assert seen == [[1, 2], [0, 2], [0, 1]]
+    state, same = dropped_one(base, [], **state)
+    assert state == {"dropped": [1, 2], "scores": [0.6, 0.9, 0.65]} and same == 0.325
+    assert seen[3:] == [[0]], "without layer 0 it was 0.6"
 
 
 def test_command(

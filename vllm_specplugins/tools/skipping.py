@@ -1,8 +1,8 @@
 """`calibrate --layers`: layers that a model leaves out when it drafts for itself (Zhang et al. 2023, "Draft & Verify").
 
 Greedy search: of the layers that are left, the one without which the others agree best with the model's answers goes.
-Earlier tokens have the keys and values of all layers, as verification leaves them. Each round tries the better two
-thirds of the layers that the round before tried. N: tokens of an answer, K: num_draft.
+Earlier tokens have the keys and values of all layers, as verification leaves them. N: tokens of an answer, V:
+vocabulary, K: num_draft.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from vllm_specplugins.tools.training.kinds import skipping_guesser
 from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
 
 HELD_OUT = 3  # answers, of which one is not searched on
-MIN_TRIED = 6  # layers of a round
+HIGHEST = 2.0  # score
 PAYS = 1.05  # a guess of so much
 COLUMNS = ("same", "best K", "tok/step", "by layers")
 LEGEND = (
@@ -75,36 +75,46 @@ class Answer:
         self._mask = torch.zeros(allowed.shape, dtype=self._fed.dtype, device=before.device)
         self._mask.masked_fill_(~allowed, torch.finfo(self._fed.dtype).min)
 
-    def probs(self, body: Any) -> torch.Tensor:
-        """[2, N]: whether a body of some layers drafts each token of the answer, and the probability that it gives."""
+    def logits(self, body: Any) -> torch.Tensor:
+        """[N, V] of a body of some layers (BaseModel.cut), for each token of the answer."""
         states = body(
             inputs_embeds=self._fed[None],
             attention_mask=self._mask[None, None],
             position_ids=self._places[None],
             past_key_values=self._cache,
         ).last_hidden_state[0]
-        logits = self._base.logits(states)
-        emitted = logits.softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
-        return torch.stack(((logits.argmax(-1) == self._emitted).float(), emitted))
+        return self._base.logits(states)
+
+    def agreement(self, body: Any) -> torch.Tensor:
+        """[2, N]: whether a body drafts each token of the answer, and the probability that it gives."""
+        logits = self.logits(body)
+        probs = logits.softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
+        return torch.stack(((logits.argmax(-1) == self._emitted).float(), probs))
 
 
 def agreement(base: BaseModel, answers: Sequence[Answer], layers: Sequence[int]) -> tuple[float, float]:
-    """The share of the answers' tokens that these layers draft, and the mean probability that they give."""
+    """The share of the answers' tokens that these layers draft; and with it added the mean probability that they give
+    these tokens, which is less noisy."""
     body = base.cut(layers)
-    same, probs = torch.cat([answer.probs(body) for answer in answers], dim=1).mean(1).tolist()
-    return same, probs
+    same, probs = torch.cat([answer.agreement(body) for answer in answers], dim=1).mean(1).tolist()
+    return same, same + probs
 
 
 def dropped_one(
-    base: BaseModel, answers: Sequence[Answer], dropped: list[int], tried: list[int]
-) -> tuple[dict[str, list[int]], float]:
-    """The arguments of the next call, with one of `tried` among the `dropped` layers, and the share of tokens that the
-    layers left draft."""
+    base: BaseModel, answers: Sequence[Answer], dropped: list[int], scores: list[float]
+) -> tuple[dict[str, Any], float]:
+    """The state of the search with one more layer `dropped`, and the share of tokens that the others draft. The last
+    `scores` of the others without each layer can only fall: one that is below the best is not computed again (lazy
+    greedy search, Minoux 1978)."""
     left = [layer for layer in range(base.num_layers) if layer not in dropped]
-    scores = {layer: agreement(base, answers, [each for each in left if each != layer]) for layer in tried}
-    best, *others = sorted(tried, key=lambda layer: scores[layer], reverse=True)
-    num_tried = max(MIN_TRIED, 2 * len(others) // 3)
-    return {"dropped": [*dropped, best], "tried": others[:num_tried]}, scores[best][0]
+    scores, best, best_same = list(scores), left[0], 0.0
+    for rank, layer in enumerate(sorted(left, key=lambda layer: scores[layer], reverse=True)):
+        if rank and scores[layer] <= scores[best]:
+            break
+        same, scores[layer] = agreement(base, answers, [each for each in left if each != layer])
+        if not rank or scores[layer] > scores[best]:
+            best, best_same = layer, same
+    return {"dropped": [*dropped, best], "scores": scores}, best_same
 
 
 @torch.no_grad()
@@ -118,14 +128,15 @@ def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) ->
         texts = answers_of(base, prompts, args)
         searched = [Answer(base, text) for index, text in enumerate(texts) if (index + 1) % HELD_OUT]
         facts = {"model": args.model, "answers": zlib.crc32(json.dumps([text.row for text in texts]).encode())}
-        state = resumed(args.json, facts) or {"dropped": [], "tried": list(range(base.num_layers))}
+        state = resumed(args.json, facts) or {"dropped": [], "scores": [HIGHEST] * base.num_layers}
         bars.update(task, description="dropping layers", total=base.num_layers - fewest)
         while (num_dropped := len(state["dropped"])) < base.num_layers - fewest:
             state, same = dropped_one(base, searched, **state)
             words = f"dropping layers, those left draft {same:.0%} of the tokens"
             bars.update(task, completed=num_dropped + 1, description=words)
             write_json(args.json, {**facts, **state})
-        bars.update(task, description="scoring held-out answers", total=None)
+        bars.remove_task(task)
+        bars.add_task("scoring held-out answers", total=None)
         heldout = texts[HELD_OUT - 1 :: HELD_OUT]
         subsets = [subset(base, heldout, state["dropped"], size, args.max_draft) for size in args.layers]
     write_json(args.json, {**facts, **state, "subsets": [asdict(row) for row in subsets]})
@@ -144,12 +155,12 @@ def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse
     return whole
 
 
-def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, list[int]] | None:
+def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
     """The state of an earlier search of the same answers in the file of --output-json; None: there is none."""
     try:
         found = json.loads(path.read_text()) if path else {}
         if all(found[name] == value for name, value in facts.items()):
-            return {name: found[name] for name in ("dropped", "tried")}
+            return {name: found[name] for name in ("dropped", "scores")}
     except (OSError, ValueError, TypeError, KeyError):
         pass
     return None

@@ -25,7 +25,7 @@ READY = {"method": "prompt_lookup"}
 
 UNTRAINED = (
     "expect little of a model that was not trained to exit early: `calibrate` measures which exit_layer pays, if any, "
-    "and `train-exit-head` trains an exit_head"
+    "`calibrate --layers` finds layers that draft better, and `train-exit-head` trains an exit_head"
 )
 
 
