@@ -7,9 +7,10 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import CommonConfig
+from vllm_specplugins.config import CommonConfig, EarlyExitConfig
 from vllm_specplugins.config.built_in import BUILT_IN_SETTINGS, BuiltInConfig
 from vllm_specplugins.config.learn import LearnConfig
+from vllm_specplugins.config.proposers import PartConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
 
 SHARED = "See `early_exit`."  # the meaning of a field that several methods have
@@ -55,10 +56,10 @@ ENVIRONMENT = """## Environment variables
 
 
 def arguments(owner: type) -> dict[str, str]:
-    """The Args section of a class's docstring, by name."""
-    _, _, section = cleandoc(owner.__doc__ or "").partition("Args:\n")
-    found = re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(words.split()) for name, words in found}
+    """The Args sections of a class's docstring and its bases', by name."""
+    sections = [cleandoc(each.__doc__ or "").partition("Args:\n")[2] for each in reversed(owner.__mro__)]
+    entries = re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", "\n".join(sections), re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in entries}
 
 
 def summary(owner: type) -> str:
@@ -100,9 +101,10 @@ def sizes(text: str) -> str:
 def rows(owner: type) -> Iterator[str]:
     if not fields(owner):
         return
-    words = arguments(owner)
-    shared = [entry.name for entry in fields(owner) if words[entry.name] == SHARED]
-    for entry in (entry for entry in fields(owner) if entry.name not in shared):
+    words, entries = arguments(owner), sorted(fields(owner), key=lambda entry: entry.name not in owner.__annotations__)
+    inherited = arguments(PartConfig) if issubclass(owner, PartConfig) and owner is not EarlyExitConfig else {}
+    shared = [entry.name for entry in entries if words[entry.name] in (SHARED, inherited.get(entry.name))]
+    for entry in (entry for entry in entries if entry.name not in shared):
         allowed = sizes(entry.metadata["allowed"]).replace("'", "`").removeprefix("one of ")
         allowed = allowed.replace("an integer from ", "").replace("a number from ", "").removesuffix(" or null")
         allowed = allowed.replace("a dictionary with string keys", "a dictionary")

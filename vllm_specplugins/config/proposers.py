@@ -107,13 +107,28 @@ class SuffixLookupConfig:
             raise ConfigError("suffix_lookup: shared needs the package redis: pip install 'vllm-specplugins[shared]'.")
 
 
-class _Trainable:
-    __slots__ = ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartConfig:
+    """The fields of methods that draft with a part of the target.
+
+    Args:
+        draft_sample_method: "coupled" samples with verification's random numbers, so seeded outputs do not depend on
+            drafts; "greedy" drafts the likeliest token; "probabilistic" samples, with slightly higher acceptance.
+        learn: Trains the part while it serves, see below.
+        tree: Verifies this many tokens (then also K) as a tree. For 1 to 4 requests, Model Runner V2.
+        rejection: "rounds" tries siblings of a tree of "probabilistic" drafts in turn (SpecInfer), with higher
+            acceptance at temperatures near 1. A seeded output then depends on the drafts.
+    """
+
+    draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
+    learn: Any = field(default=None, metadata=LEARN)
+    tree: int | None = optional(integer(1, 1, MAX_TREE))
+    rejection: str | None = optional(choice("rounds"))
 
     @property
     def is_trained(self) -> bool:
         """Whether the trained part goes on learning while it serves."""
-        return getattr(self, "learn", None) is not None
+        return self.learn is not None
 
 
 def _are_layers(value: Any) -> bool:
@@ -123,31 +138,21 @@ def _are_layers(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyExitConfig(_Trainable):
+class EarlyExitConfig(PartConfig):
     """`early_exit`: drafts with some of the target's layers, its final norm and its head.
 
     Args:
         exit_layer: Sets how many layers draft, the first ones.
         layers: Lists the layers that draft instead, from 0. `calibrate --layers` chooses them for a model that was not
             trained to exit.
-        draft_sample_method: "coupled" samples with verification's random numbers, so seeded outputs do not depend on
-            drafts; "greedy" drafts the likeliest token; "probabilistic" samples, with slightly higher acceptance.
         exit_head: Names the folder of a head from `train-exit-head`, instead of the target's norm and head.
-        learn: Trains the part while it serves, see below.
         look_ahead: Names the folder of embeddings from `train-look-ahead`, with which one pass drafts all tokens.
-        tree: Verifies this many tokens (then also K) as a tree. For 1 to 4 requests, Model Runner V2.
-        rejection: "rounds" tries siblings of a tree of "probabilistic" drafts in turn (SpecInfer), with higher
-            acceptance at temperatures near 1. A seeded output then depends on the drafts.
     """
 
     exit_layer: int = integer(1, 1, MAX_LAYERS)
     layers: tuple[int, ...] | None = optional(checked("a list of rising layer numbers", _are_layers))
-    draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     exit_head: str | None = optional(path())
-    learn: Any = field(default=None, metadata=LEARN)
     look_ahead: str | None = optional(path())
-    tree: int | None = optional(integer(1, 1, MAX_TREE))
-    rejection: str | None = optional(choice("rounds"))
 
     def __post_init__(self) -> None:
         check_fields(self, "early_exit")
@@ -174,43 +179,28 @@ class EarlyExitConfig(_Trainable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JumpConfig(_Trainable):
+class JumpConfig(PartConfig):
     """`jump`: predicts the target's final hidden state with a trained part; the target's head decodes it. (Or the input
     of the last layers, which then run.)
 
     Args:
         head: Names the folder of the part from `train-jump`.
-        draft_sample_method: See `early_exit`.
-        learn: See `early_exit`.
-        tree: See `early_exit`.
-        rejection: See `early_exit`.
     """
 
     head: str = path()
-    draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
-    learn: Any = field(default=None, metadata=LEARN)
-    tree: int | None = optional(integer(1, 1, MAX_TREE))
-    rejection: str | None = optional(choice("rounds"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaConfig(_Trainable):
+class MedusaConfig(PartConfig):
     """`medusa`: drafts one token per trained head from the target's last hidden state, in one pass.
 
     Args:
         heads: Names the folder of at least K heads (for a tree, a third), in FasterDecoding's or vLLM's format.
             (`model` instead selects vLLM's method, if it has one.)
-        draft_sample_method: See `early_exit`.
         learn: See `early_exit`; trains the heads' layers.
-        tree: See `early_exit`.
-        rejection: See `early_exit`.
     """
 
     heads: str = path()
-    draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
-    learn: Any = field(default=None, metadata=LEARN)
-    tree: int | None = optional(integer(1, 1, MAX_TREE))
-    rejection: str | None = optional(choice("rounds"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
