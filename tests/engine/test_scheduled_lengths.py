@@ -44,7 +44,7 @@ class Played:
             emitted = 1 + right.cumprod(axis=1).sum(axis=1)
             drafts = {name: [-1] * verified for name in self.ids} if verified else {}
             scheduled = SimpleNamespace(
-                num_scheduled_tokens=self.ids, scheduled_spec_decode_tokens=drafts, specplugins_num_draft=verified,
+                num_scheduled_tokens=self.ids, scheduled_spec_decode_tokens=drafts, specplugins_verifies=verified,
                 total_num_scheduled_tokens=len(self.ids) * (1 + verified), num_spec_tokens_to_schedule=length,
             )  # fmt: skip
             self.lengths.tell(scheduled, SimpleNamespace(sampled_token_ids=[[0] * n for n in emitted]))
@@ -74,7 +74,7 @@ def test_what_is_told() -> None:
         scheduled = SimpleNamespace(
             num_scheduled_tokens=num_tokens, scheduled_spec_decode_tokens=drafts,
             total_num_scheduled_tokens=sum(num_tokens.values()), num_spec_tokens_to_schedule=length,
-            specplugins_num_draft=2,
+            specplugins_verifies=2,
         )  # fmt: skip
         order = {name: row for row, name in enumerate(reversed(num_tokens))}
         emitted = [[7] * (3 if name == "b" else 1) for name in order]
@@ -111,7 +111,7 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
         scheduled = SimpleNamespace(
             num_scheduled_tokens=dict(zip(ids, counts.tolist(), strict=True)), scheduled_spec_decode_tokens=drafts,
             total_num_scheduled_tokens=int(counts.sum()), num_spec_tokens_to_schedule=length,
-            specplugins_num_draft=drafted,
+            specplugins_verifies=drafted,
         )  # fmt: skip
         own.tell(scheduled, SimpleNamespace(
             sampled_token_ids=[[0] * n for n in emitted.tolist()], specplugins_num_verified=verified,
@@ -186,9 +186,9 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
 def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> list[int]:
     """How many of so many tokens are planned for requests whose last drafts had so many, and that may have so many."""
     scheduler = PlannedScheduler.__new__(PlannedScheduler)
-    scheduler._emitted = 0, {}
+    scheduler._emitted, scheduler._watch = (0, {}), SimpleNamespace(taken=list)
     scheduler._planned = {str(row): length for row, length in enumerate(found)}
-    scheduler._has_options, scheduler._plans_trees, scheduler._lengths = False, False, None
+    scheduler._has_options, scheduler._plans_whole, scheduler._lengths = False, False, None
     scheduler.num_spec_tokens, scheduler.max_model_len, scheduler._drafted = most, 9 + room, 0
     scheduler._has_graphs = attributes.pop("has_graphs", True)
     state = {"num_tokens": 8, "num_prompt_tokens": 5, "max_tokens": 1000, "use_structured_output": False} | attributes

@@ -123,7 +123,7 @@ def test_what_the_gate_does(
         left = {name: own.max_tokens - own.num_output_tokens for name, own in scheduler.requests.items()}
         # At its end a request gets no whole tree any more.
         whole = [len(drafts[name]) for name in drafts if left.get(name, 0) > N + 1]
-        verified.append((scheduled.specplugins_num_draft, *whole))
+        verified.append((scheduled.specplugins_verifies, *whole))
         return update(scheduled, output)
 
     monkeypatch.setattr(scheduler, "dynamic_sd_lookup", Turns())
