@@ -9,7 +9,7 @@ work on the machine leaves these alone. What the driver takes is not in it (abou
 nor what a front end does. K does not change (no gate by time, where time means nothing) and is 5; an arm's ending says
 more: ", K = 31"; ", K = 0": the scheduler plans no drafts. ", free": further tokens cost the target nothing, as with
 few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured. ", TRITON_ATTN": with
-what the attention of trees extends. ", no telemetry": without metrics by shape of a step.
+what the attention of trees extends.
 """
 
 import argparse
@@ -101,8 +101,6 @@ class Engine:
         method = METHODS[name] if name in METHODS else json.loads(name)
         num_draft = 31 if "K = 31" in endings else 5
         planned = 0 if "K = 0" in endings else num_draft
-        if "no telemetry" in endings:
-            _record_nothing()
         null_device.num_draft = 0 if method is None else planned
         config = None if method is None else {"num_speculative_tokens": num_draft, **method}
         if "gate off" in endings and config is not None:
@@ -134,14 +132,19 @@ class Engine:
     def run(self, num_requests: int, num_steps: int) -> tuple[list[float], dict[str, float]]:
         """Microseconds of each step, and launches and the like of one."""
         self._begin(num_requests)
-        before, times = Counter(null_device.counts), []
+        before, times = Counter(null_device.counts), self.times(num_steps)
+        spent = {name: (count - before[name]) / num_steps for name, count in null_device.counts.items()}
+        self._end()
+        return times, spent
+
+    def times(self, num_steps: int) -> list[float]:
+        """Microseconds of each step of the requests that run."""
+        times = []
         for _ in range(num_steps):
             excluded, begin = null_device.excluded_ns, thread_time_ns()
             self._core.step_fn()
             times.append((thread_time_ns() - begin - null_device.excluded_ns + excluded) / 1000)
-        spent = {name: (count - before[name]) / num_steps for name, count in null_device.counts.items()}
-        self._end()
-        return times, spent
+        return times
 
     def _begin(self, num_requests: int) -> None:
         from vllm import SamplingParams
@@ -160,17 +163,6 @@ class Engine:
         self._llm.llm_engine.output_processor.abort_requests(requests, internal=True)
         while self._core.scheduler.has_requests() or self._core.batch_queue:
             self._core.step_fn()
-
-
-def _record_nothing() -> None:
-    """Without metrics by shape of a step."""
-    from vllm_specplugins.engine.metrics.report import Reporter
-    from vllm_specplugins.engine.metrics.steps import StepTotals, StepWatch
-
-    for owner, name, result in (
-        (StepWatch, "add", None), (StepWatch, "taken", {}), (StepTotals, "add", None), (Reporter, "note", None),
-    ):  # fmt: skip
-        setattr(owner, name, lambda *arguments, result=result: result)
 
 
 def _write_models(folder: Path, drafter: dict[str, Any]) -> str:
