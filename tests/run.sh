@@ -26,7 +26,7 @@ host() {
         suffix_lookup cascade early_exit
 }
 vllm_033() { check bash tests/vllm_033.sh; }
-soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 5 --method cascade; }
+soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 3.5 --method cascade; }
 
 if (($#)); then
     [[ -z ${CORE:-} ]] || export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=$CORE

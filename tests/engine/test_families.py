@@ -35,9 +35,9 @@ def arguments(family: str, asynchronous: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def prompts() -> Outputs:
-    """50 prompts of mixed lengths, most longer than the sliding window; the families' models know no language."""
+    """Prompts of mixed lengths, most longer than the sliding window; the families' models know no language."""
     rng = random.Random(0)
-    lengths = [3 + 17 * i % (150 if INTERPRETED else 331) for i in range(12 if INTERPRETED else 50)]
+    lengths = [3 + 17 * i % (150 if INTERPRETED else 331) for i in range(12 if INTERPRETED else 32)]
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 

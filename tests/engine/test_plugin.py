@@ -82,6 +82,7 @@ def results(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line.removeprefix("OUT ") for line in done.stdout.splitlines() if line.startswith("OUT ")]
 
 
+@pytest.mark.skipif(RUNNER == "v1", reason="on V2 more of vLLM can be imported, V1's modules among them")
 def test_inert_when_unused() -> None:
     """Loading the plugin changes two methods of EngineArgs and nothing else; vLLM's own methods get vLLM's own config.
     Kills: any patch at import or at load.
