@@ -82,7 +82,7 @@ def test_one_pass(engine: Any, device: Device, prompts: Any, expected: Any, tmp_
     single tokens, if a request's queries see each other's slots or what stands after them, or if its q is another's.
     """
     config = {**with_embeddings(tmp_path, NUM_LAYERS, K), "draft_sample_method": method}
-    llm = engine(config, **graphs(SIZES))
+    llm = engine(config, **graphs((1, 4, 8, 16, 24, 32)))
     drafts_pay(llm)
     graph, places = runner(llm).speculator._graphs_of[K], device.ledger.places.total()
     assert {own.num_tokens // own.num_reqs for own in graph.graphs} == {K}
