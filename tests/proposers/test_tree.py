@@ -90,7 +90,7 @@ def test_merged(num_nodes: int, temperature: float) -> None:
 def test_likeliest_nodes(num_nodes: int, temperature: float) -> None:
     """Beside a search over all candidates. Kills: a parent that is another one, or stands after its child; a token
     twice below a parent; a candidate that is likelier than a node and left out; nodes that are not best first."""
-    chain, probs, (token_ids, parents, _) = grown(num_nodes, temperature, True)
+    chain, probs, (token_ids, parents, *_) = grown(num_nodes, temperature, True)
     for row in range(R):
         total = torch.cat((torch.zeros(1), probs[row].gather(1, chain[row, :, None])[:, 0].cumsum(0)))
         lines = lines_of(token_ids[row], parents[row])
@@ -104,7 +104,7 @@ def test_likeliest_nodes(num_nodes: int, temperature: float) -> None:
 
 def test_chains() -> None:
     """Kills: a node that is not the one before's child, a token that is not the chain's."""
-    chain, _, (token_ids, parents, _) = grown(15, 0.8, False)
+    chain, _, (token_ids, parents, *_) = grown(15, 0.8, False)
     assert torch.equal(parents, torch.arange(15).expand(R, -1))
     assert torch.equal(token_ids[:, : chain.shape[1]].long(), chain)
 
@@ -112,7 +112,7 @@ def test_chains() -> None:
 def test_the_likelier_chain() -> None:
     """Kills: the less likely one, a node that is not the one before's child."""
     other = copied(15)
-    chain, probs, (token_ids, parents, _) = grown(15, 0.8, False, other)
+    chain, probs, (token_ids, parents, *_) = grown(15, 0.8, False, other)
     theirs, survival = other(chain, probs)
     ours = probs.gather(2, chain[..., None])[..., 0].cumsum(1).exp().sum(1)
     is_theirs = survival.exp().sum(1) > ours
