@@ -37,7 +37,8 @@ LONG = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[Callable[[str], str]]:
     """server(page): host and port of the server that the page's requests go to."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled, which takes minutes
         started: dict[str, str] = {}
 
         def address(page: str) -> str:
