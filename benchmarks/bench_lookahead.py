@@ -24,7 +24,7 @@ from vllm_specplugins.kernels.trees.reference import ancestors
 
 from vllm_specplugins.config import LookaheadConfig, PromptLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
-from vllm_specplugins.proposers.lookahead import Lookahead
+from vllm_specplugins.proposers.lookahead import Lookahead, num_copied
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.workloads import make_workload
@@ -73,10 +73,12 @@ def lookup_of() -> PromptLookup:
     return PromptLookup(PromptLookupConfig(), ProposerContext(1 << 20, 1 << 20, 1, LOOKUP_LENGTH, lambda text: []))
 
 
-def looked_up(lookup: PromptLookup, text: list[int], longest: int) -> list[int]:
+def looked_up(lookup: PromptLookup, text: list[int], longest: int) -> tuple[list[int], float]:
+    """A draft, and the length of its match."""
     batch = DraftBatch(["request"], [np.array(text, np.int32)], np.array([longest], np.int32), [{}])
     draft = lookup.propose(batch)
-    return draft.token_ids[0, : draft.num_draft[0]].tolist()
+    assert draft.confidence is not None
+    return draft.token_ids[0, : draft.num_draft[0]].tolist(), float(draft.confidence[0])
 
 
 def play(base: BaseModel, prompt: list[int], num_tokens: int, config: LookaheadConfig, with_lookup: bool) -> Answer:
@@ -88,8 +90,10 @@ def play(base: BaseModel, prompt: list[int], num_tokens: int, config: LookaheadC
     while not answer.is_over:
         recent, length = torch.tensor([([0] * size + answer.text)[-size:]]), torch.tensor([len(answer.text)])
         lookahead.extend(SLOT, recent, length, torch.tensor([num_new]))
-        chain = looked_up(lookup, answer.text, config.num_nodes) if with_lookup else []
-        first = (torch.tensor([chain or [0]]), torch.tensor([len(chain)])) if with_lookup else None
+        first = None
+        if with_lookup:
+            chain, match_length = looked_up(lookup, answer.text, config.num_nodes)
+            first = torch.tensor([chain or [0]]), num_copied(torch.tensor([len(chain)]), torch.tensor([match_length]))
         tree = lookahead.tree(SLOT, recent[:, -1], first)
         tokens, parents = (
             torch.cat((recent[:, -1:], tree.token_ids), dim=1),
@@ -110,7 +114,7 @@ def play(base: BaseModel, prompt: list[int], num_tokens: int, config: LookaheadC
 def num_lookup_steps(text: list[int], num_prompt: int) -> int:
     lookup, at, steps = lookup_of(), num_prompt + 1, 0
     while at < len(text):
-        draft = looked_up(lookup, text[:at], LOOKUP_LENGTH)
+        draft, _ = looked_up(lookup, text[:at], LOOKUP_LENGTH)
         same = next((i for i, pair in enumerate(zip(draft, text[at:], strict=False)) if pair[0] != pair[1]), len(draft))
         at, steps = at + min(same, len(text) - at) + 1, steps + 1
     return steps

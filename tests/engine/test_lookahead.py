@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cases import NUM_TOKENS, STRESS, check_ends, generate
-from conftest import RUNNER, spec_metrics
+from conftest import ALL, RUNNER, spec_metrics
 from test_identity import steps_of
 from test_trees import attention, check  # noqa: F401
 
@@ -64,9 +64,12 @@ def test_as_played(attention: None, engine: Any) -> None:  # noqa: F811
     rows = [json.loads(line) for line in PLAYED.read_text().splitlines()]
     settings = {"model": str(CHAT_MODEL), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
     llm = engine({"method": "lookahead", "gate": "off"}, **settings, async_scheduling=False)
-    answers = generate(llm, [row["prompt"] for row in rows], [len(rows)], max_tokens=64)
+    num_tokens = 64 if ALL else 12  # a step of 30 layers takes seconds in the interpreter
+    answers = generate(llm, [row["prompt"] for row in rows], [len(rows)], max_tokens=num_tokens)
     for row, answer in zip(rows, answers, strict=True):
-        assert answer == row["output"]
+        assert answer == row["output"][:num_tokens]
+    if not ALL:
+        return
     metrics = spec_metrics(llm)
     steps = sum(row["steps"][0] for row in rows)
     assert metrics["drafts"] == steps

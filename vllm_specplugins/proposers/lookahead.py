@@ -20,6 +20,11 @@ NO_TOKEN = -1
 POOL = 1024  # n-grams of a request; 32 KB where N is 4
 
 
+def num_copied(num_draft: torch.Tensor, match_length: torch.Tensor) -> torch.Tensor:
+    """How many tokens of a lookup's draft stand before the window, [R]: a longer match is trusted for more."""
+    return num_draft.minimum((4 * match_length).to(num_draft.dtype))
+
+
 class LookaheadTree(NamedTuple):
     """A tree of each request.
 

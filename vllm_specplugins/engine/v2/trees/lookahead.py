@@ -11,6 +11,7 @@ from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.trees.speculator import TreeSpeculator
+from vllm_specplugins.proposers.lookahead import num_copied
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 
 
@@ -37,6 +38,8 @@ class LookaheadSpeculator(TreeSpeculator):
         self, batch: DeviceBatch, rows: torch.Tensor, may_branch: Any = True, prefix: Any = None, *_: Any
     ) -> DraftArrays:
         proposer, wanted, slots = self._proposer, self._wanted.num_tokens, self.trees.table_rows(rows)
+        if prefix is not None:
+            prefix = prefix.cut(num_copied(prefix.num_draft, prefix.confidence[:, 0]))
         newest = self._extend(slots, len(rows))
         tree = proposer.tree(slots, newest, None if prefix is None else (prefix.token_ids, prefix.num_draft))
         is_tree = self.trees.branches(rows) & may_branch & (wanted >= self.num_speculative_steps)
