@@ -92,7 +92,7 @@ class Offers:
         self.num_steps = self.num_without = 0
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         ours = getattr(getattr(worker.model_runner, "speculator", None), "specplugins", None)
-        self.is_on_device = hasattr(getattr(ours, "built_in", None), "drafts")
+        self.is_on_device = hasattr(getattr(ours, "offers", None), "drafts")
         if self.is_on_device:
             self._ours, self._draft_step = ours, ours._draft_step
             monkeypatch.setattr(ours, "_draft_step", self._seen)
