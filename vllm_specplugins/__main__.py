@@ -16,7 +16,6 @@ from vllm_specplugins.commands import COMMANDS, adder
 from vllm_specplugins.config import ConfigError
 
 CLEAN_UP_S = 2.0  # after Ctrl-C; another one is ignored meanwhile
-EXTRAS = {"rich": "tools"}  # of pyproject.toml; others come with vLLM
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for name in packages:
             if find_spec(name) is None:
-                extra = f"vllm-specplugins[{EXTRAS.get(name, 'vllm')}]"
-                raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install '{extra}').")
+                raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install {name}).")
         run = import_module(module).run
         with _interruptible():
             return int(run(args))

@@ -203,7 +203,7 @@ def test_flags() -> None:
 )
 def test_unknown_method(method: Any, end: str) -> None:
     """The sentence lists our names, says where vLLM's stand, and is short. Kills: a nearest match of ours alone."""
-    with pytest.raises(ConfigError, match=r"method must be prompt_lookup, .* or vLLM's own ") as error:
+    with pytest.raises(ConfigError, match=r"method must be prompt_lookup, .* or one of vLLM's, ") as error:
         engine_config({"method": method, "num_speculative_tokens": 3})
     assert str(error.value).endswith(end) and len(str(error.value)) <= 220
 

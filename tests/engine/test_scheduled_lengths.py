@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import PROMPT_LOOKUP, generate, mixed_prompts, progress
-from conftest import DEMO_MODEL, RUNNER, TAPES
+from conftest import DEMO_MODEL, RUNNER, TAPES, graphs
 
 if RUNNER != "v2":
     pytest.skip("V1 has a gate", allow_module_level=True)
@@ -173,7 +173,7 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
         "vllm_specplugins.engine.frontend.spec_config._untrimmed_for", lambda vllm_config: "this is a test"
     )
     engine.stop()
-    llm = engine(PROMPT_LOOKUP, async_scheduling=True)
+    llm = engine(PROMPT_LOOKUP, async_scheduling=True, **graphs((2, 10)))
     assert runner(llm).adaptive_verification is None
     assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup, StepLengths)
     width = PROMPT_LOOKUP["num_speculative_tokens"]

@@ -91,15 +91,13 @@ def test_refused(name: str, tiny_model: Path, text_files: list[Path], tmp_path: 
     assert words in refused(*(names.get(argument, argument) for argument in arguments))
 
 
-@pytest.mark.parametrize(("name", "extra"), [("vllm", "vllm"), ("rich", "tools")])
-def test_missing_package(
-    name: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Kills: an ImportError for somebody without the extra."""
+@pytest.mark.parametrize("name", ["vllm", "rich"])
+def test_missing_package(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: an ImportError for somebody without the package; a name to install that is on no index."""
     real = __main__.find_spec
     monkeypatch.setattr(__main__, "find_spec", lambda module: None if module == name else real(module))
     assert main(CALIBRATE) == 2
-    expected = f"error: calibrate needs {name}, which is not installed (pip install 'vllm-specplugins[{extra}]').\n"
+    expected = f"error: calibrate needs {name}, which is not installed (pip install {name}).\n"
     assert capsys.readouterr().err == expected
 
 

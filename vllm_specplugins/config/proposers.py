@@ -104,7 +104,7 @@ class SuffixLookupConfig:
     def __post_init__(self) -> None:
         check_fields(self, "suffix_lookup")
         if self.shared is not None and find_spec("redis") is None:
-            raise ConfigError("suffix_lookup: shared needs the package redis: pip install 'vllm-specplugins[shared]'.")
+            raise ConfigError("suffix_lookup: shared needs the package redis: pip install redis.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,8 +59,7 @@ def requested(args: Any) -> dict[str, Any] | None:
     if not isinstance(method, str) or method not in names:
         hint = did_you_mean(method, [*names, *map(str, vllm_methods())])
         raise ConfigError(
-            f"speculative_config: method must be {', '.join(names)} or one of vLLM's "
-            f"(vllm/config/speculative.py), not {brief(method)}{hint}"
+            f"speculative_config: method must be {', '.join(names)} or one of vLLM's, not {brief(method)}{hint}"
         )
     for key in given.keys() & merged.keys():
         raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")
