@@ -195,10 +195,11 @@ def test_nothing_found_costs_one_token(llm: Any) -> None:
 
 
 def test_launches(llm: Any) -> None:
-    """A graph of a lookup, whatever its size. Fails if a step takes more launches than it was brought down to."""
+    """A graph of a lookup, whatever its size; beside a store, six launches compare both matches. Fails if a step takes
+    more launches than it was brought down to."""
     alone = runner(llm).speculator.lookups.late is None
     for graph in runner(llm).speculator._graphs_of[0].graphs.values():
-        assert graph.contents.total() <= (12 if alone else 44), graph.contents
+        assert graph.contents.total() <= (12 if alone else 50), graph.contents
 
 
 def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,10 @@ def params(grammar: bool, max_tokens: int) -> SamplingParams:
     )
 
 
-BOUNDED = "_rows._free", "_lengths._arriving.request_ids", ".store._texts", "budget._uploaded", "Barrier.emitted[]"
+BOUNDED = (
+    "_rows._free", "_lengths._arriving.request_ids", ".store._texts", "budget._uploaded", "Barrier.emitted[]",
+    "tally._over", "tally._over[].request_ids",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +96,8 @@ def play(llm: Any, prompts: Any, seed: int) -> dict[tuple[int, bool], list[list[
 def kept(llm: Any) -> dict[str, int]:
     """Sizes of all that is ours, behind a request that is the last one; but of free rows, of which there are as many as
     there were ever taken at once, of the last drafts whose lengths were told, which are those of one step, of a store,
-    which has a size of its own, of the places in drafts at which tokens were dropped (K), and of shapes of batches."""
+    which has a limit, of the places in drafts at which tokens were dropped (K), of shapes of batches, and of the
+    counts of requests that ended last, which are one copy."""
     llm.generate({"prompt_token_ids": [5, 6, 7]}, params(False, 3), use_tqdm=False)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     ours = getattr(runner.speculator, "specplugins", runner.speculator)
