@@ -78,6 +78,7 @@ def try_siblings(
     p: torch.Tensor, q: torch.Tensor, siblings: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor
 ) -> torch.Tensor:
     (num_nodes, num_siblings), out = siblings.shape, torch.empty_like(positions)
-    siblings, lanes = siblings.int().contiguous(), max(2, triton.next_power_of_2(num_siblings))
+    # Trees of up to 64 nodes have 7 siblings at most: one variant, which the self-check compiles before requests come.
+    siblings, lanes = siblings.int().contiguous(), max(8, triton.next_power_of_2(num_siblings))
     _try_kernel[(num_nodes,)](out, p, q, siblings, seeds, positions, p.shape[1], num_siblings, LANES=lanes, num_warps=8)
     return out

@@ -67,12 +67,17 @@ def _renamed(source: str, name: str) -> str:
     return re.sub(rf"\b{re.escape(name)}\b", f"renamed_{name}", source)
 
 
-def test_changed_signature(tmp_path: Path) -> None:
-    """A parameter added to the method that we replace is seen, and said in one sentence."""
+def copy_installed(folder: Path) -> None:
+    """Copies the files of vLLM that have names of ours."""
     for file in compat.names():
-        target = tmp_path / file
+        target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed() / file, target)
+
+
+def test_changed_signature(tmp_path: Path) -> None:
+    """A parameter added to the method that we replace is seen, and said in one sentence."""
+    copy_installed(tmp_path)
     path = tmp_path / "v1/worker/gpu_model_runner.py"
     source = path.read_text().replace(
         "def _update_states(self, scheduler_output", "def _update_states(self, new, scheduler_output"
@@ -88,10 +93,7 @@ def test_changed_signature(tmp_path: Path) -> None:
 @pytest.fixture
 def next_vllm(tmp_path: Path) -> Path:
     """A vLLM whose speculators take more arguments, and one under another name, as upstream plans them."""
-    for file in compat.names():
-        target = tmp_path / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(installed() / file, target)
+    copy_installed(tmp_path)
     folder = tmp_path / "v1/worker/gpu/spec_decode"
     for path in folder / "speculator.py", folder / "target_dependent_ar/speculator.py":
         source = path.read_text().replace("dp_sync_state:", "dp_sync:")
