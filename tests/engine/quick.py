@@ -14,6 +14,9 @@ def quick_starts() -> None:
     """
     from vllm.model_executor.models import registry
 
+    from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
+
+    look_into_plain_modules_alone()  # the first engine may have no method of ours
     registry._run_in_subprocess = lambda function: function()
     gc.collect()
     freeze()

@@ -4,9 +4,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from adapters import WITH_ADAPTERS, adapter
-from cases import SUFFIX_LOOKUP, early_exit
+from cases import SUFFIX_LOOKUP, early_exit, progress
 from conftest import ALL, INTERPRETED, counted
 from families import EXIT_LAYER, NUM_LAYERS, SHAPE, VOCAB_SIZE, checkpoint
 from parts import write_head
@@ -25,7 +26,7 @@ def prompts() -> Outputs:
     return [pair * 2 for pair in pairs for _ in range(3)]
 
 
-def generate(llm: Any, prompts: Outputs, **sampling: Any) -> Outputs:
+def generate(llm: Any, prompts: Outputs, salt: str | None = None, **sampling: Any) -> Outputs:
     """Outputs of one batch; the first prompt's request has no adapter, the second's one, the third's another, ..."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -34,7 +35,8 @@ def generate(llm: Any, prompts: Outputs, **sampling: Any) -> Outputs:
     params = SamplingParams(
         **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False, **sampling}
     )
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    own = {"cache_salt": salt} if salt else {}
+    inputs = [{"prompt_token_ids": prompt, **own} for prompt in prompts]
     adapters = [requests[index % len(requests)] for index in range(len(prompts))]
     results = llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)
     return [list(result.outputs[0].token_ids) for result in results]
@@ -82,9 +84,13 @@ CASCADE = {
 @pytest.mark.skipif(INTERPRETED and not ALL, reason="SPECPLUGINS_TESTS=all: as on V1")
 @pytest.mark.parametrize("config", [CASCADE, SUFFIX_LOOKUP], ids=lambda config: config["method"])
 def test_output(engine: Any, prompts: Outputs, plain: Outputs, config: dict[str, Any]) -> None:
-    """Drafts of several tokens at once, some accepted and some not. Fails if the next step runs the drafts' mapping."""
-    llm = start(engine, config)
-    assert generate(llm, prompts) == plain
-    assert generate(llm, prompts[:2], max_tokens=NUM_TOKENS // 2) == [output[: NUM_TOKENS // 2] for output in plain[:2]]
+    """Drafts of several tokens at once, some accepted and some not. Fails if the next step runs the drafts' mapping, or
+    if an adapter's outputs are drafted for another tenant's requests with that adapter."""
+    llm, accepted = start(engine, config), [0]
+    for salt in (None, "another", None):
+        assert generate(llm, prompts, salt) == plain
+        accepted.append(progress(llm)[1])
+    in_turn = np.diff(accepted)
+    assert in_turn[1] == in_turn[0] and in_turn[2] > (in_turn[0] if config is SUFFIX_LOOKUP else 0)
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["faults"] == {} and 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
