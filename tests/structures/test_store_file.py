@@ -175,6 +175,38 @@ def test_fingerprint() -> None:
     assert len(marks) == 4 and {len(mark) for mark in marks} == {16}
 
 
+def test_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of version 0.1.0 wrote the file, with two tenants. Its texts are read, saved in today's form and
+    appended to; a full disk leaves it as it is. Kills: texts, an order or a tenant that the upgrade loses; a damaged
+    file that is believed.
+    """
+    data = (Path(__file__).parent / "store_0.1.0.bin").read_bytes()
+    _, version, mark = HEADER.unpack_from(data)
+    assert version == 1
+    path = tmp_path / "store"
+    path.write_bytes(data)
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(store_file, "write_whole", refuse)
+        store(path, mark).open()
+    assert path.read_bytes() == data
+    read = store(path, mark).read()
+    assert [(len(tenant), len(tokens)) for _, tenant, tokens in read] == [(0, 60), (0, 60), (16, 39)]
+    assert all(text.in_use for text in read)
+    file = store(path, mark)
+    assert shown(file.open()) == shown(read)
+    file.append([record(TEXTS[0])])
+    file.close()
+    assert HEADER.unpack_from(path.read_bytes())[1] == store_file.VERSION
+    assert shown(store(path, mark).read()) == shown([*read, TEXTS[0]])
+    path.write_bytes(data[:100] + b"x" + data[101:])
+    with pytest.raises(DamagedError, match="is damaged"):
+        store(path, mark).open()
+
+
 KILLED = """
 import sys, numpy as np
 from pathlib import Path

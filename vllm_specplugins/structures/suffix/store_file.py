@@ -3,7 +3,9 @@
     MAGIC, version, fingerprint of the tokenizer; each text: whether its tenant is in use, tenant, tokens, digest
 
 Texts are appended one by one, so a process that is killed loses none; a torn text at the end is dropped when the file
-is opened. A file that has grown too long is replaced as a whole.
+is opened. A file that has grown too long is replaced as a whole, and so is one of version 1, with the same texts:
+
+    MAGIC, version, fingerprint, number of texts; each text: when it was last used, tenant, tokens; one digest
 """
 
 import hashlib
@@ -11,6 +13,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +35,7 @@ MAGIC, VERSION = b"specstor", 2
 HEADER = struct.Struct("<8sI16s")
 RECORD = struct.Struct("<BBI")  # whether the tenant is in use, length of the tenant's name, number of tokens
 DIGEST_BYTES, TOKEN_BYTES = 8, 4
+V1_HEADER, V1_RECORD, V1_DIGEST_BYTES = struct.Struct("<8sI16sQ"), struct.Struct("<IBI"), 16
 # Tokenizers disagree about cases, spaces, digits, punctuation, code, accents, other scripts and emoji.
 PROBE = (
     "The quick brown fox jumps over 12345 lazy dogs, doesn't it?\n\n\tdef __init__(self, *args):\r\n        "
@@ -75,17 +79,38 @@ def record(text: StoredText) -> bytes:
 
 def record_at(data: bytes, start: int, vocab_size: int) -> tuple[StoredText, int] | None:
     """Returns the text that begins at `start`, and its end; None unless it is whole, with ids in [0, vocab_size)."""
-    if len(data) < start + RECORD.size:
+    parsed = _text_at(RECORD, data, start, vocab_size)
+    if parsed is None or data[parsed[2] : parsed[2] + DIGEST_BYTES] != _digest(data[start : parsed[2]]):
         return None
-    in_use, num_name, num_tokens = RECORD.unpack_from(data, start)
-    begin = start + RECORD.size + num_name
+    in_use, text, end = parsed
+    return text._replace(in_use=bool(in_use)), end + DIGEST_BYTES
+
+
+def _texts_of_version_1(data: bytes, vocab_size: int) -> list[StoredText] | None:
+    """Returns the texts, the one that was used longest ago first; None if the file is damaged."""
+    body, digest = data[:-V1_DIGEST_BYTES], data[-V1_DIGEST_BYTES:]
+    if digest != _digest(body, V1_DIGEST_BYTES):
+        return None
+    texts, start = list[tuple[int, StoredText]](), V1_HEADER.size
+    while (parsed := _text_at(V1_RECORD, body, start, vocab_size)) is not None:
+        last_used, text, start = parsed
+        texts.append((last_used, text))
+    return [text for _, text in sorted(texts, key=itemgetter(0))]
+
+
+def _text_at(form: struct.Struct, data: bytes, start: int, vocab_size: int) -> tuple[int, StoredText, int] | None:
+    """Returns the first field of the record at `start`, its text and the text's end, or None as record_at does."""
+    if len(data) < start + form.size:
+        return None
+    first, num_name, num_tokens = form.unpack_from(data, start)
+    begin = start + form.size + num_name
     end = begin + TOKEN_BYTES * num_tokens
-    if len(data) < end + DIGEST_BYTES or data[end : end + DIGEST_BYTES] != _digest(data[start:end]):
+    if len(data) < end:
         return None
     tokens = np.frombuffer(data, "<i4", num_tokens, begin)
     if num_tokens and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         return None
-    return StoredText(bool(in_use), data[begin - num_name : begin], tokens), end + DIGEST_BYTES
+    return first, StoredText(True, data[begin - num_name : begin], tokens), end
 
 
 def drop_oldest(records: deque[bytes], max_bytes: int) -> None:
@@ -95,8 +120,8 @@ def drop_oldest(records: deque[bytes], max_bytes: int) -> None:
         num_bytes -= len(records.popleft())
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+def _digest(data: bytes, num_bytes: int = DIGEST_BYTES) -> bytes:
+    return hashlib.blake2b(data, digest_size=num_bytes).digest()
 
 
 class StoreFile:
@@ -104,7 +129,8 @@ class StoreFile:
     is a `fingerprint`, and files larger than max_bytes are refused."""
 
     def __init__(self, path: Path, mark: bytes, vocab_size: int, max_bytes: int):
-        self.path, self._header = Path(os.path.realpath(path)), HEADER.pack(MAGIC, VERSION, mark)
+        self.path = Path(os.path.realpath(path))
+        self._header, self._v1_header = (HEADER.pack(MAGIC, version, mark) for version in (VERSION, 1))
         self._vocab_size, self._max_bytes = vocab_size, max_bytes
         self._descriptor = -1
         self.num_dropped = 0  # damaged bytes at its end, when it was opened
@@ -129,8 +155,11 @@ class StoreFile:
             self._hold()
             data = read_all(self._descriptor, self._max_bytes + 1)
             texts, end = self._parsed(data)
-            os.ftruncate(self._descriptor, end)
-            os.lseek(self._descriptor, end, os.SEEK_SET)
+            if data.startswith(self._v1_header):
+                self.write(map(record, texts))
+            else:
+                os.ftruncate(self._descriptor, end)
+                os.lseek(self._descriptor, end, os.SEEK_SET)
             if end == 0:
                 write_all(self._descriptor, self._header)
         except BaseException:
@@ -192,11 +221,15 @@ class StoreFile:
         if len(data) < HEADER.size:
             raise DamagedError(f"the store {self.path} is damaged")
         version = HEADER.unpack_from(data)[1]
-        if version != VERSION:
+        if version not in (1, VERSION):
             raise DamagedError(f"the store {self.path} is of version {version}, where {VERSION} is needed")
-        if data[: HEADER.size] != self._header:
+        if not data.startswith((self._header, self._v1_header)):
             raise DamagedError(f"the store {self.path} was made with another tokenizer")
-        texts, end = [], HEADER.size
+        if version == 1:
+            if (former := _texts_of_version_1(data, self._vocab_size)) is None:
+                raise DamagedError(f"the store {self.path} is damaged")
+            return former, len(data)
+        texts, end = list[StoredText](), HEADER.size
         while (parsed := record_at(data, end, self._vocab_size)) is not None:
             text, end = parsed
             texts.append(text)
