@@ -1,1 +1,2 @@
-"""Operations on tensors: one folder each, with an eager reference beside its Triton kernel. Knows nothing of ours."""
+"""Operations on tensors: one folder each, with an eager reference beside its Triton kernel. They import nothing else of
+this package."""

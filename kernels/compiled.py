@@ -1,4 +1,4 @@
-"""Loops compiled for the CPU by numba, and helpers to pass them many arrays and texts."""
+"""Loops that Numba compiles for the CPU, and helpers that pass many arrays and texts to them."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ inlined: Callable[[Function], Function] = njit(inline="always")
 
 def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Function]:
     """Compiles at import, so no request waits, and caches the machine code beside the module if possible. `nogil` lets
-    other threads run meanwhile; then the callers ensure that none changes the arrays."""
+    other threads run meanwhile; callers must then ensure that no thread changes the arrays."""
 
     def decorate(function: Function) -> Function:
         try:
@@ -43,8 +43,8 @@ def text_at(address: int, num_tokens: int) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def borrowed(typing_context: Any, array: Any) -> Any:
-    """Returns the same array without reference counts. Use it only for arguments that the caller holds. Counts are
-    atomic and change at each use of a tuple of arrays; without them linking a token takes 80 ns, not 370."""
+    """Returns the same array without reference counting. Use it only for arguments that the caller holds. Each use of a
+    tuple of arrays changes the atomic counts; without them, linking a token takes 80 ns instead of 370."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         view = make_array(array)(context, builder, arguments[0])

@@ -5,8 +5,8 @@ from typing import Any
 
 
 def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference") -> str:
-    """Returns the wanted module's name, or the default for the logits' device. Raises ValueError for an unknown
-    name."""
+    """Returns the name of the module to run: the given one, or the default for the logits' device. Raises ValueError
+    for an unknown name."""
     if wanted is None:
         return "fused" if logits.is_cuda else on_cpu if logits.device.type == "cpu" else "reference"
     known = sorted({"reference", "fused", on_cpu})
@@ -16,5 +16,5 @@ def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference"
 
 
 def module_of(package: str, logits: Any, wanted: str | None, on_cpu: str = "reference") -> Any:
-    """Imports and returns that module; the import compiles its loops for the CPU."""
+    """Imports and returns the module; importing it compiles its loops for the CPU."""
     return import_module(f"{package}.{implementation_of(logits, wanted, on_cpu)}")

@@ -1,4 +1,4 @@
-"""Small inputs of the operations beside verification (rejection/inputs.py), made from a seed."""
+"""Small inputs, made from a seed, of all operations except verification (rejection/inputs.py)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,8 @@ from .steps import KINDS, SUMS, Chain, Rows, Staged, Totals
 
 
 def make_outcomes(num_steps: int, num_rows: int, num_stages: int, max_num_draft: int, seed: int = 1) -> list[Any]:
-    """Returns slots, drafts, num_sampled and num_rejected of each step; the last two rows of many are padding."""
+    """Returns slots, drafts, num_sampled and num_rejected of each step; in large batches the last two rows are
+    padding."""
     rng, steps = torch.Generator().manual_seed(seed), []
     for _ in range(num_steps):
         slots = torch.randperm(2 * num_rows, generator=rng)[:num_rows]
@@ -31,7 +32,8 @@ def make_outcomes(num_steps: int, num_rows: int, num_stages: int, max_num_draft:
 
 
 def make_budgets(num_rows: int, max_num_draft: int, num_slots: int = 16) -> Iterator[tuple[Any, Any, Any, int]]:
-    """Yields arguments of `share_budget`, for none, some and all drafts; at first many probabilities are equal."""
+    """Yields arguments of `share_budget` with budgets for none, some and all drafts; first with many equal
+    probabilities."""
     rng = torch.Generator().manual_seed(1)
     slots = torch.randperm(num_slots, generator=rng)[:num_rows]
     probs = torch.rand(num_slots, max_num_draft, generator=rng)
@@ -44,8 +46,8 @@ def make_budgets(num_rows: int, max_num_draft: int, num_slots: int = 16) -> Iter
 
 
 def make_lookup(max_num_draft: int, num_reqs: int = 12) -> tuple[Any, ...]:
-    """Returns the arguments of `history_match`: a third of the requests repeats its text, a third its reference; the
-    last row wants no draft."""
+    """Returns the arguments of `history_match`: a third of the requests repeat their text, a third their reference; the
+    last row asks for no draft."""
     rng, shortest, longest = torch.Generator().manual_seed(1), 1_100, 2_600
     texts, others = (integers(rng, 40, num_reqs, longest + 8) for _ in range(2))
     lengths, sizes = (shortest + integers(rng, longest + 1 - shortest, num_reqs) for _ in range(2))
@@ -63,8 +65,8 @@ def make_lookup(max_num_draft: int, num_reqs: int = 12) -> tuple[Any, ...]:
 
 
 def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, Any, Staged]:
-    """Returns Rows, lengths, limits, the step's limit, drafted tokens and Staged of `steps.limit` and `steps.tally`;
-    the last two rows of many are padding."""
+    """Returns Rows, lengths, limits, the step's limit, drafted tokens and Staged of `steps.limit` and `steps.tally`; in
+    large batches the last two rows are padding."""
     rng, num_slots = torch.Generator().manual_seed(1), 2 * num_rows
     slots = torch.randperm(num_slots, generator=rng)[:num_rows]
     sampled = integers(rng, max_num_draft + 2, num_rows)
@@ -83,7 +85,7 @@ def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, A
 
 
 def make_chains(num_rows: int, max_num_draft: int, seed: int = 1) -> tuple[Chain, Chain]:
-    """Returns drafts of a lookup, and of a stage that drafts one token less and often the same."""
+    """Returns drafts of a lookup, and of a stage that drafts one token fewer and often the same tokens."""
     rng, num_steps = torch.Generator().manual_seed(seed), max(1, max_num_draft - 1)
     first = integers(rng, 99, num_rows, max_num_draft)
     second = (first + (integers(rng, 8, num_rows, max_num_draft) == 0))[:, :num_steps].contiguous()

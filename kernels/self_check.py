@@ -1,6 +1,6 @@
 """Compares the kernels of a device with their references, which run on the CPU, on small inputs of the shapes that will
-be served: a driver, a compiler or an untried card may be at odds with the kernels. One request of a check may differ,
-since two tokens that arrive closer together than float32 resolves may change places."""
+be served: a driver, a compiler or an untested card may break a kernel. One request of a check may differ, since two
+tokens may swap places if they arrive closer together than float32 can resolve."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -57,8 +57,8 @@ class _Case(NamedTuple):
 
 
 def check_device(device: torch.device, shapes: Shapes, only: str | None = None) -> Iterator[Finding]:
-    """Runs each operation that serving may need, or `only` the check of this name, and compares. An exception in a
-    check is a problem, too."""
+    """Runs and compares each operation that serving may need, or only the check with the name `only`. An exception in a
+    check also counts as a problem."""
     for name, make_case in _checks(shapes):
         if only in (None, name):
             try:

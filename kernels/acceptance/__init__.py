@@ -1,13 +1,14 @@
-"""How likely each draft token is to be accepted if the tokens before it are.
+"""The probability that each draft token is accepted, given that the tokens before it are.
 
     p = (accepted + w * prior) / (tried + w),    prior = shared_accepted / shared_tried
 
-A draft is right throughout or not at all far more often than a constant rate predicts: where a match of 3 tokens was
-right about the next token, it becomes a match of 4. So the model counts tokens by request, stage and bin, which rises
-along a draft. A request's counts fade by DECAY with each draft of the request that has such tokens; the shared counts,
-of all requests, fade by SHARED_DECAY with each step. A step adds at most MAX_STEP_TOKENS to a shared bin: a step's
-requests are often alike, and would make a bin look hopeless at once. A step calls `observe` with the outcome of the
-newest drafts, then `predict` with the next. R: rows, S: slots of requests, M: stages, B: bins, K: max draft tokens.
+Far more often than a constant rate predicts, a draft is either right as a whole or wrong from its first token: when a
+match of 3 tokens predicts the next token correctly, it becomes a match of 4. The model therefore counts tokens by
+request, stage and bin, and the bin rises along a draft. A request's counts fade by DECAY with each draft of the request
+that has such tokens; the shared counts, of all requests, fade by SHARED_DECAY with each step. A step adds at most
+MAX_STEP_TOKENS to a shared bin: the requests of a step are often alike, and a single step could otherwise ruin a bin's
+rate. A step calls `observe` with the outcome of the newest drafts, then `predict` with the next. R: rows, S: slots of
+requests, M: stages, B: bins, K: max draft tokens.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class State(NamedTuple):
 
 class Drafts(NamedTuple):
     """Drafts to verify, `num_draft` [R] int tokens each, of these stages [R, K] int. `confidence` [R, K] int or float
-    is below 1 the drafter's acceptance probability, else the length of a match."""
+    is an acceptance probability if it is below 1, and the length of a match otherwise."""
 
     num_draft: Any
     stage: Any
@@ -55,8 +56,9 @@ class Drafts(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Another stage, which drafts after any number of a draft's tokens if it `continues`, else after none. Its tokens
-    end at `depth`, counted from the draft's beginning. `asked` [R] int32 has its max tokens; 0 leaves a draft whole."""
+    """Another stage. If it `continues`, it can draft after any number of a draft's tokens, otherwise only in place of
+    the draft. Its tokens end at `depth`, counted from the draft's beginning. `asked` [R] int32 has its max tokens; 0
+    leaves a draft whole."""
 
     stage: int
     depth: int
@@ -65,8 +67,8 @@ class Other(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """The expected number of accepted tokens of a draft, [R] float64; the number of tokens to send so that as many as
-    possible are accepted in all, [R] int32."""
+    """The expected number of accepted tokens of a draft, [R] float64; the number of tokens to send for the largest
+    expected number of accepted tokens, [R] int32."""
 
     gain: Any
     num_kept: Any
@@ -96,7 +98,7 @@ def predict(
     tables: tuple[Any, Any] | tuple[()] = (),
 ) -> None:
     """Writes each token's acceptance probability, and 0 after a draft's end, to `accept_probs` [R, K] float, and to the
-    rows `slots` [R] int64 of zero or two `tables` [S, K] float. `keeps`: whether `observe` will get the outcome of
+    rows `slots` [R] int64 of zero or two `tables` [S, K] float. `keeps`: whether `observe` will receive the outcome of
     these drafts.
 
     >>> import torch
@@ -116,7 +118,7 @@ def predict(
 
 
 def survivals(state: State, slots: Any, drafts: Drafts, implementation: str | None = None) -> Any:
-    """Returns the probability that all tokens of a draft up to each place are accepted, [R, K] float64."""
+    """Returns the probability that a draft is accepted up to each position, [R, K] float64."""
     accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
     predict(state, slots, drafts, accept_probs, implementation, keeps=False)
     return accept_probs.cumprod(dim=1)
@@ -130,7 +132,7 @@ def worth(
     copies: tuple[Any, float] | None = None,
     implementation: str | None = None,
 ) -> Worth:
-    """Weighs drafts against another stage, in one launch. Without `other` all tokens are sent. `copies` is a table
-    [S, 1] float32 and a number: a slot's entry becomes 1 where its gain is at least that, else 0."""
+    """Compares drafts with another stage, in one launch. Without `other` all tokens are sent. `copies` is a table [S,
+    1] float32 and a threshold: a slot's entry becomes 1 if its gain reaches the threshold, and 0 otherwise."""
     result: Worth = module_of(__name__, state.tried, implementation).worth(state, slots, drafts, other, copies)
     return result

@@ -1,4 +1,4 @@
-"""The acceptance model in PyTorch; nothing is read on the host."""
+"""The acceptance model in PyTorch, which never waits for the device."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
-"""Shares out a step's budget of draft tokens: a step verifies the tokens that are likeliest to be accepted. As in
-vLLM's adaptive verification, a token's worth is the product of its draft's acceptance probabilities up to it. It only
-falls along a draft, so a prefix of each draft is admitted. Among equals the earlier row wins, so that all ranks of a
-group admit the same. Nothing waits for the device. R: rows of the batch, S: slots of requests, K: max draft tokens."""
+"""Distributes a step's budget of draft tokens: a step verifies the tokens that are likeliest to be accepted. As in
+vLLM's adaptive verification, a token's score is the product of the acceptance probabilities of its draft up to that
+token. The score never rises along a draft, so a prefix of each draft is admitted. Of equal scores the earlier row wins,
+so all ranks of a group admit the same tokens. Nothing waits for the device. R: rows of the batch, S: slots of requests,
+K: max draft tokens."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +10,9 @@ from ..implementations import module_of
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a step's rows begin, [S + 1] int32 each, written: `cu_num_logits` of the tokens with logits,
-    the admitted ones and `num_bonus` a row; `query_start_loc` of all tokens that run, after the batch their number."""
+    """Two output arrays, [S + 1] int32 each, with the index at which each row's tokens begin. `cu_num_logits` counts
+    the tokens with logits: the admitted ones and `num_bonus` per row. `query_start_loc` counts all tokens that run;
+    entries after the batch hold the total."""
 
     cu_num_logits: Any
     query_start_loc: Any
@@ -28,8 +30,8 @@ def share_budget(
     num_bonus: int,
     implementation: str | None = None,
 ) -> None:
-    """Writes the layout of a step that verifies `budget` of its draft tokens, at most their number. `implementation`:
-    "reference" or "fused", else a ValueError; None: fused on a GPU, else the reference.
+    """Writes the layout of a step that verifies `budget` of its draft tokens, or all if there are fewer.
+    `implementation`: "reference" or "fused", else a ValueError; None: fused on a GPU, else the reference.
 
     >>> import torch
     >>> layout = Layout(*torch.zeros(2, 4, dtype=torch.int32))

@@ -1,5 +1,5 @@
-"""The shared budget in Triton: one launch of one program, which holds the whole batch in registers. It bisects for the
-smallest admitted probability, in 30 steps over the floats' bits without a read of memory."""
+"""The shared budget in Triton: one program holds the whole batch in registers. It bisects for the smallest admitted
+probability in 30 steps over the bits of the floats, without reading memory."""
 
 import torch
 import triton

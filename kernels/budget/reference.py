@@ -1,4 +1,4 @@
-"""The arithmetic of a shared budget in PyTorch, on any device; nothing is read on the host."""
+"""The shared budget in PyTorch, on any device; it never waits for the device."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""Prompt lookup for a batch: the longest match of each request's newest tokens in its text or in its reference, and the
-tokens that follow the match there. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). Of equally long
-matches, the one nearest to the copy position wins, as if the target had replaced the rejected tokens one by one since
-the last match. That distance is the only state between steps. Nothing waits, so a CUDA graph can record it. R: rows of
-the batch, S: slots of requests, L: longest text, K: max_num_draft."""
+"""Prompt lookup for a batch: finds the longest match of each request's newest tokens in its text or reference, and
+copies the tokens after it. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). Of equally long
+matches, the one nearest to the copy position wins. The copy position moves on as if the target had replaced the
+rejected tokens one by one since the last match. Its distance to the text's end is the only state between steps. Nothing
+waits, so a CUDA graph can record it. R: rows of the batch, S: slots of requests, L: longest text, K: max_num_draft."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Texts(NamedTuple):
 
 
 class References(NamedTuple):
-    """Other texts that are searched; slots may share one.
+    """Further texts to search; slots may share one.
 
     Args:
         token_ids: [P] int32, all references; P is a multiple of 16.
@@ -41,8 +41,8 @@ class References(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The drafts [R, K] int32, 0 after a draft's end; their lengths [R] int32, max_draft, or less where a reference
-    ends; and the matches' lengths [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0."""
+    """Drafts [R, K] int32, padded with 0; their lengths [R] int32: max_draft, or fewer where a reference ends; and the
+    lengths of the matches [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0."""
 
     token_ids: Any
     num_draft: Any
@@ -62,14 +62,14 @@ def history_match(
     longest: int | None = None,
     implementation: str | None = None,
 ) -> Match:
-    """Drafts the tokens after the longest earlier match of the last tokens, or after the nearest of equal ones. A match
-    in the reference must be longer than one in the text. Of two equally near matches the earlier wins. A copy from the
-    text repeats itself where fewer than max_draft tokens follow the match, as in LZ77.
+    """Drafts the tokens after the longest earlier match of the last tokens; of equally long matches the nearest wins. A
+    match in the reference must be longer than one in the text. Of two equally near matches the earlier wins. If fewer
+    than max_draft tokens follow a match in the text, the copy repeats itself, as in LZ77.
 
     Args:
-        min_ngram: shortest match; where copying would go on, one token is enough.
+        min_ngram: shortest match; at the copy position one token is enough.
         max_ngram: longer matches count as equally long; 1 <= min_ngram <= max_ngram <= 16.
-        longest: no text or reference of these rows has more tokens; None: L.
+        longest: upper bound of the tokens in a text or reference of these rows; None: L.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     >>> import torch

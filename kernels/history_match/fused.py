@@ -1,6 +1,6 @@
-"""Prompt lookup of a batch in Triton, which reads each text once. A program of the first launch shifts a tile of a text
-in registers against the text's ending as long as anything matches, and stores its best match. The second launch chooses
-among a request's tiles and copies. A tile begins with the last tokens of the one before, for n-grams across tiles."""
+"""Prompt lookup for a batch in Triton; each text is read once. In the first launch, each program compares a tile of a
+text with the text's ending, one more token at a time while anything matches, and stores its best match. The second
+launch chooses among the tiles of a request and copies. Tiles overlap, so n-grams may cross their borders."""
 
 import torch
 import triton

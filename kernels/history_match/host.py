@@ -1,6 +1,6 @@
-"""Prompt lookup of a batch on the host, compiled. While copying goes on, it reads no text. Otherwise it searches texts
-by blocks: each pass over a block compares one token more of the ending, as long as any place matches. So the work is
-bounded, whatever a text holds, and passes are vectorised. R: rows, K: max_num_draft, N: requests."""
+"""Prompt lookup for a batch on the host, compiled. While a copy continues, it reads no text. Otherwise it searches
+texts block by block: each pass over a block compares one more token of the ending, while any place matches. This bounds
+the work for any text, and passes are vectorised. R: rows, K: max_num_draft, N: requests."""
 
 from typing import Any
 
@@ -123,8 +123,8 @@ def history_match(
 
     Args:
         texts, lengths, max_draft: [R] each; the texts are addresses of int32 tokens.
-        rows: [R], the requests' rows of `known` [N, NUM_COLUMNS], which is updated.
-        prefix, num_begun: [R, K] tokens of a begun draft and [R] their number; empty: none.
+        rows: [R], the requests' rows in `known` [N, NUM_COLUMNS], which is updated.
+        prefix, num_begun: [R, K] tokens of a draft to continue and [R] their number; empty: none.
         token_ids, num_draft, match_lengths: [R, K] zeros, [R] and [R], written.
     """
     ending, differs = np.empty(LONGEST_MATCH, np.int32), np.empty((2, BLOCK), np.int32)

@@ -1,5 +1,5 @@
-"""Prompt lookup of a batch in PyTorch: compares each text with its ending, once for each token of a match. Reads
-nothing on the host, so it searches the whole room of a text. R: rows, L: room of a text, N: LONGEST_MATCH."""
+"""Prompt lookup for a batch in PyTorch: compares each text with its ending, once for each token of a match. It never
+waits for the device, so it searches each text's whole row. R: rows, L: room of a text, N: LONGEST_MATCH."""
 
 import torch
 

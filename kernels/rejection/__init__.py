@@ -1,6 +1,6 @@
-"""Verification of draft tokens: modified rejection sampling over ragged batches, with all sampling parameters. Edits of
-the logits, such as penalties, come before (adjust/). Leviathan et al. 2023, "Fast Inference from Transformers via
-Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling".
+"""Verification of draft tokens: modified rejection sampling over ragged batches, with all sampling parameters.
+Penalties and other edits of the logits come first (adjust/). Leviathan et al. 2023, "Fast Inference from Transformers
+via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling".
 num_logits: rows of all requests, num_states: rows of the per-request arrays."""
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ..implementations import module_of
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters by request state; None where no request of the batch uses one."""
+    """Sampling parameters by request state; None for a parameter that no request of the batch uses."""
 
     # [num_states] float32, 0: argmax
     temperature: Any
@@ -34,7 +34,7 @@ class Sampling:
 
 
 class Layout(NamedTuple):
-    """Places of the logits' rows: arguments of `rejection_sample`, and the last three of `sample_step`."""
+    """The layout of the logits' rows: arguments of `rejection_sample`; `sample_step` takes the last three."""
 
     cu_num_logits: Any
     draft_token_ids: Any
@@ -67,12 +67,12 @@ def rejection_sample(
     token.
 
     The tokens follow the target's distribution after temperature, min-p, top-k and top-p, in this order. They do not
-    depend on the rest of the batch, nor, with a one-hot q, on the drafts; only their number does. NaN logits count as
-    -inf, +inf as the largest float32; a row of only -inf gives token 0. Temperature 0 gives the first argmax. Where
-    draft logits are no distribution (NaN, +inf, -inf alone) the draft is rejected, and the next token is drawn from p.
+    depend on the rest of the batch. With a one-hot q, only their number depends on the drafts. NaN logits count as
+    -inf, +inf as the largest float32; a row of -inf alone gives token 0. Temperature 0 gives the first argmax. If draft
+    logits form no distribution (NaN, +inf, or -inf alone), the draft is rejected and the next token is drawn from p.
 
     Args:
-        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: the fastest that can run.
+        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: the fastest available.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.

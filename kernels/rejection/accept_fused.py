@@ -1,6 +1,7 @@
-"""The tokens that a request emits, in Triton: a program of each row works, and the last of a request decides. With a
-one-hot q each row draws a token, which is compared with the draft. With draft logits each row computes p / q of its
-draft, and the tokens of the row after the accepted drafts race with weights max(p - q, 0), or p in the bonus row."""
+"""The tokens that a request emits, in Triton: one program works on each row, and a request's last program to finish
+decides. With a one-hot q each row draws a token and compares it with the draft. With draft logits each row computes p /
+q of its draft, and in the row after the accepted drafts the tokens race with weights max(p - q, 0), or p in the bonus
+row."""
 
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ _GREEDY = tl.constexpr(GREEDY)
 
 
 class Weighed(NamedTuple):
-    """Results of the target's rows [num_reqs, width], float32 each."""
+    """Results for the target's rows, [num_reqs, width] float32 each."""
 
     # p / q of the draft that the row predicts, 0 without one
     ratio: torch.Tensor
@@ -36,8 +37,8 @@ class Weighed(NamedTuple):
 
 @triton.jit
 def is_last(arrivals_ptr, index, num_programs):
-    """Returns whether this is the last of a request's programs to come here, which can load all that the others stored;
-    the first one for a request without rows."""
+    """Returns whether this is the last program of a request to arrive, which can load all results of the others. For a
+    request without rows it is the first one."""
     # All threads store before one counts, with a GPU-wide release and acquire.
     tl.debug_barrier()
     result = (num_programs == 0) & (index == 0)

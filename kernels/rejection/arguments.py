@@ -1,7 +1,8 @@
-"""The arguments of verification's kernels, without Triton: tuples that a launcher makes and device functions hand on.
-Triton compiles a kernel anew for other types, for pointers and numbers that 16 divides or not, and for numbers that are
-1. No batch may bring a new variant: index arrays are aligned here, a stand-in takes the place of a missing array, and
-varying numbers are separate arguments that kernels name in `do_not_specialize`, which does not reach into tuples."""
+"""The arguments of verification's kernels, without Triton: tuples that a launcher makes and device functions pass on.
+Triton compiles another variant of a kernel for other types, for pointers and numbers that are or are not divisible by
+16, and for numbers equal to 1. No batch may need a new variant. Index arrays are therefore aligned here, a placeholder
+replaces a missing array, and varying numbers are separate arguments that kernels list in `do_not_specialize`, which
+does not apply inside tuples."""
 
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ _MIN_WIDTH = 8
 
 
 class Parameters(NamedTuple):
-    """The fields of `Sampling`; any array of the type stands for a missing one."""
+    """The fields of `Sampling`; any array of the right type replaces a missing one."""
 
     temperature: torch.Tensor
     seeds: torch.Tensor
@@ -48,12 +49,12 @@ class Result(NamedTuple):
 
 
 def layout_of(*arrays: torch.Tensor | None) -> Layout:
-    """Returns the arrays; copies slices that are not aligned."""
+    """Returns the arrays, and copies slices that are not aligned."""
     return Layout(*(array if array is None or array.data_ptr() % 16 == 0 else array.clone() for array in arrays))
 
 
 def parameters_of(sampling: Sampling, layout: Layout) -> tuple[Parameters, int]:
-    """Returns the parameters, and the limits that are given: 1 for top-k, 2 for top-p, 4 for min-p."""
+    """Returns the parameters, and a sum that states which limits are given: 1 for top-k, 2 for top-p, 4 for min-p."""
     limits = sampling.top_k, sampling.top_p, sampling.min_p
     stand_ins = layout.cu_num_logits, sampling.temperature, sampling.temperature
     given = sum((limit is not None) << bit for bit, limit in enumerate(limits))
@@ -66,5 +67,5 @@ def target_of(logits: torch.Tensor) -> Target:
 
 
 def padded_width(width: int) -> int:
-    """Returns a power of two, which is the same for all steps with fewer than _MIN_WIDTH drafts."""
+    """Returns a power of two; it is the same for all steps with fewer than _MIN_WIDTH drafts."""
     return max(_MIN_WIDTH, 1 << (width - 1).bit_length())

@@ -1,10 +1,10 @@
 """Draws draft tokens under the requests' sampling parameters, coupled with verification or as samples of q. N: rows.
 
-With a one-hot q a row emits a function of its weights and of the noise of (seed, position), whatever was drafted. A
-proposer that runs the same race with an estimate of the target's weights drafts the emitted token wherever the estimate
-is right, at any temperature. No q is stored. Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant
-Speculative Decoding". With other noise, a draft is a sample of q, truncated by the limits of p, and verification must
-know q.
+With a one-hot q, the token that a row emits is a function of its weights and of the noise of (seed, position), and does
+not depend on the draft. A proposer that runs the same race with an estimate of the target's weights drafts the emitted
+token whenever the estimate is right, at any temperature. No q is stored. Daliri et al. 2024, "Coupling without
+Communication and Drafter-Invariant Speculative Decoding". With other noise a draft is a sample of q, truncated by the
+limits of p, and verification needs q.
 """
 
 import torch
@@ -22,7 +22,7 @@ def coupled_sample(
     implementation: str | None = None,
 ) -> torch.Tensor:
     """Returns the token ids [N] int64 that `rejection_sample` with a one-hot q would emit at rows of these logits.
-    Implementations and errors are those of `rejection_sample`, here and below.
+    Here and below, implementations and errors are those of `rejection_sample`.
 
     >>> coupled_sample(torch.tensor([[0.0, 9.0]]), torch.tensor([5]), Sampling(torch.zeros(1), torch.tensor([7])))
     tensor([1])
@@ -52,7 +52,8 @@ def rated_sample(
     greedy: bool = False,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `coupled_sample`, or if `greedy` the argmax, and `largest_probs_of`: on a GPU in the same launches.
+    """Returns the tokens of `coupled_sample`, or the argmax if `greedy`, and `largest_probs_of`. A GPU computes both in
+    the same launches.
 
     >>> rated_sample(torch.tensor([[0.75, 0.25]]).log(), torch.tensor([5]), Sampling(torch.zeros(1), torch.tensor([7])))
     (tensor([0]), tensor([0.7500]))
@@ -68,8 +69,9 @@ def rated_sample(
 def race_logprobs(
     logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None = None
 ) -> torch.Tensor:
-    """Returns log-probabilities [N, vocab_size] of winning the race of `coupled_sample` if the logits are nearly these:
-    the softmax of a token's distance to the winner; at temperature 0 that of the logits. A GPU waits for nothing.
+    """Returns log-probabilities [N, vocab_size] that each token wins the race of `coupled_sample` if the true logits
+    are close to these: the softmax of a token's distance to the winner, or of the logits at temperature 0. Nothing
+    waits for the device.
 
     >>> race_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([5]), Sampling(torch.zeros(1), torch.tensor([7]))).exp()
     tensor([[0.2689, 0.7311]])
@@ -91,7 +93,8 @@ def race_logprobs(
 def sample_with_q(
     logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [N] int64, and q's logits [N, vocab_size], -inf where cut. Verification must have other seeds.
+    """Returns token ids [N] int64, and the logits of q [N, vocab_size], with -inf where a limit cuts. Verification must
+    use other seeds.
 
     >>> seeds, top_k = torch.tensor([7]), torch.tensor([1])
     >>> sample_with_q(torch.tensor([[0.0, 9.0]]), torch.tensor([5]), Sampling(torch.ones(1), seeds, top_k))
@@ -106,7 +109,7 @@ def sample_with_q(
 def cut(
     logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the logits with -inf where a limit cuts, and the tokens if the kernel that cuts has drawn them, too."""
+    """Returns the logits with -inf where a limit cuts, and the tokens if the same kernel has drawn them."""
     if sampling.truncates and implementation_of(logits, implementation, "host") == "fused":
         from . import fused
 

@@ -1,7 +1,7 @@
-"""Modified rejection sampling in Triton, in two launches; reference.py explains the algorithm. In the first a program
-reads a tile of a row, and stores the maximum and the weight of each group of tokens. With these the second computes a
-row's thresholds, opens few groups for the race, and decides which tokens a request emits. No launch waits for the host,
-so a CUDA graph can record them."""
+"""Modified rejection sampling in Triton, in two launches; reference.py explains the algorithm. In the first, each
+program reads a tile of a row, and stores the maximum and the weight of each group of tokens. From these the second
+launch computes a row's thresholds, opens a few groups for the race, and decides which tokens a request emits. No launch
+waits for the host, so a CUDA graph can record them."""
 
 import torch
 
@@ -18,8 +18,8 @@ def rejection_sample(
     max_num_draft: int,
     draft_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Also returns num_rejected, if the layout has logits_indices, and with a one-hot q each row's smallest logit that
-    is not cut, [num_reqs, width]."""
+    """Also returns num_rejected if the layout has logits_indices and, with a one-hot q, each row's smallest logit that
+    no limit cuts, [num_reqs, width]."""
     layout = layout_of(*layout)
     result = _new_result(layout, max_num_draft + 1)
     target, (parameters, given) = target_of(target_logits), parameters_of(sampling, layout)

@@ -1,6 +1,6 @@
 """Verification of one-hot drafts on a CPU: the tokens of reference.py, bit for bit. Operations on whole rows are those
-of the reference. Its other 150 operations are small, and together they take longer than vLLM's small step; here they
-are compiled loops. PyTorch takes the logarithms, since another library would round them differently."""
+of the reference. Its other 150 operations are small, but together they take longer than a small step of vLLM, so here
+they are compiled loops. PyTorch computes the logarithms, since another library would round them differently."""
 
 import math
 from typing import Any
@@ -61,8 +61,8 @@ def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result
 def accept(
     token_ids: Int64Array, cu_num_logits: Int32Array, fed: Int64Array, sampled: Int64Array, num_sampled: Int32Array
 ) -> None:
-    """A request emits the tokens of its rows, up to the first one that differs from the draft in the next row.
-    `token_ids` [N] has the token that each row draws; `sampled` and `num_sampled` are written."""
+    """Emits the tokens of a request's rows up to the first that differs from the draft in the next row. `token_ids` [N]
+    holds the token that each row draws. Writes `sampled` and `num_sampled`."""
     for request in range(len(num_sampled)):
         begin = cu_num_logits[request]
         num_rows = min(cu_num_logits[request + 1] - begin, sampled.shape[1])
@@ -82,7 +82,7 @@ def heat(
     positions: Int64Array,  # [N]
     stream: int,
 ) -> Int64Array:
-    """Returns the winner [N] among `size` entries of each row."""
+    """Returns the winner [N] of the race among `size` entries of each row."""
     noise, result = np.empty((len(seeds), size), np.float32), begins.copy()
     _negated_uniform(seeds, positions, stream, begins, noise)
     torch.from_numpy(noise).log1p_()

@@ -1,5 +1,5 @@
-"""Small inputs of verification and of edits, made from a seed; the check of a device and the tests use them. R: rows of
-a batch, V: vocab_size."""
+"""Small inputs of verification and of edits, made from a seed, for the device check and for tests. R: rows of a batch,
+V: vocab_size."""
 
 from typing import Any, NamedTuple
 
@@ -53,12 +53,11 @@ def make_batch(
     peaks: bool = False,
     **sampling: Any,
 ) -> Batch:
-    """Makes a ragged batch, in the types and strides of Model Runner V2. Requests use every second state, in random
-    order.
-
-    A draft with a one-hot q is the token that verification draws with probability `agreement`, else any token. With
-    `dense`, q is p with noise, and drafts are drawn from q. With `peaks`, two of three rows have a dozen likely tokens,
-    beside edges of tiles and groups or in one group. Temperatures are 1 and seeds random unless `sampling` has them.
+    """Makes a ragged batch, with the types and strides of Model Runner V2. Requests use every second state, in random
+    order. With a one-hot q, a draft is the token that verification draws with probability `agreement`, and any token
+    otherwise. With `dense`, q is p with noise, and drafts are drawn from q. With `peaks`, two of three rows have a
+    dozen likely tokens, next to the edges of tiles and groups or within one group. Temperatures are 1 and seeds random
+    unless `sampling` has them.
     """
     rng = torch.Generator().manual_seed(seed)
     num_reqs, width, num_rows = len(num_draft), max(num_draft), torch.tensor(num_draft) + 1
@@ -114,8 +113,8 @@ def _add_peaks(logits: torch.Tensor, rng: torch.Generator) -> None:
 
 
 def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampling, int]:
-    """Returns the arguments of `sample_step` for the same rows, each after one token more of its request. The last
-    `prompts` requests feed tokens of their prompts; every other prompt goes on after them."""
+    """Returns the arguments of `sample_step` for the same rows, after one more token of each request. The last
+    `prompts` requests feed tokens of their prompts; every second one of these prompts continues after the step."""
     num_reqs, num_rows = len(batch.idx_mapping), batch.cu_num_logits.diff()
     rows = torch.arange(len(batch.positions))
     places = rows + torch.arange(num_reqs).repeat_interleave(num_rows) + 1
@@ -132,9 +131,9 @@ def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampl
 
 
 def make_edits(batch: Batch, seed: int = 0) -> Edits:
-    """Makes edits of every kind; every fourth state asks for none. Lists have up to several blocks of entries. Prompts
-    end near a request's first row, where stop tokens may also occur. Histories and the beginnings of bad words have few
-    tokens, so that they match. Arrays go on after their lists end."""
+    """Makes edits of every kind; every fourth state has none. Lists have up to several blocks of entries. Prompts end
+    near a request's first row, where stop tokens may also occur. Histories and the beginnings of bad words use few
+    different tokens, so that they match. Arrays continue after the end of their lists."""
     rng = torch.Generator().manual_seed(seed)
     vocab_size, num_states, num_words, max_word = batch.target_logits.shape[1], len(batch.sampling.seeds), 24, 4
     states = torch.arange(num_states)

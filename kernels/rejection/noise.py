@@ -1,5 +1,5 @@
 """Streams of counter-based noise in PyTorch. Every random number of verification is a function of the request's seed,
-the token's position, a stream, which is the number's use, and a counter: a token or a group of tokens. N: rows."""
+the token's position, a stream (its purpose), and a counter (a token or a group of tokens). N: rows."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """The race of a row's tokens in Triton, group by group, with the noise of noise.py, bit for bit. A group's weight under
-p bounds its weight in max(p - q, 0) and after truncation, and its noise is known. So the race opens groups in the order
-of their earliest arrival, until no other group can win. For a residual of mass s it opens about 1 / s groups; a draft
-is rejected with probability s, so that is about one group a step."""
+p bounds its weight in max(p - q, 0) and after truncation, and its noise is known. The race therefore opens groups in
+the order of their earliest possible arrival, until no other group can win. For a residual of mass s it opens about 1 /
+s groups. Since a draft is rejected with probability s, this is about one group per step."""
 
 import triton
 import triton.language as tl
@@ -48,7 +48,7 @@ def stream_key(seed, position, stream):
 
 @triton.jit
 def first_of_largest(row_ptr, maxima, vocab_size):
-    """Returns the first argmax of a row, from its groups' maxima; 0 for a row of -inf alone."""
+    """Returns the first argmax of a row, from the maxima of its groups; 0 if all are -inf."""
     largest, group = tl.max(maxima, axis=0, return_indices=True)
     tokens = group * GROUP + tl.arange(0, GROUP)
     logits = load_logits(row_ptr, tokens, tokens < vocab_size)

@@ -1,16 +1,18 @@
 """Modified rejection sampling in PyTorch: reads like the paper, and runs on a CPU.
 
-A draft d, drawn from q, is accepted with probability min(1, p(d) / q(d)); else a token is recovered from the residual
-max(p - q, 0), normalised. After the last accepted draft a bonus token is drawn from p. All are then distributed as p.
+A draft d, drawn from q, is accepted with probability min(1, p(d) / q(d)); otherwise a token is recovered from the
+normalised residual max(p - q, 0). After the last accepted draft a bonus token is drawn from p. All are then distributed
+as p.
 
-With a one-hot q this is one draw: let x ~ p, accept if x = d, else emit x. It accepts with probability p(d) = min(1,
-p(d) / 1), and given that it does not, x is distributed as p without d, normalised: the residual. Either way x is
-emitted: the noise alone decides the emitted tokens, and the draft only how many of them a step has.
+With a one-hot q this is one draw: draw x ~ p, accept d if x = d, and emit x otherwise. It accepts with probability p(d)
+= min(1, p(d) / 1). After a rejection, x is distributed as p without d, normalised: the residual. Either way x is
+emitted, so the noise alone decides the emitted tokens, and the draft decides only how many of them a step emits.
 
-A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it is the first of all with
+A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it arrives first with
 probability w_v / sum(w) (the Gumbel-max trick, exponentiated). The first token of a group arrives after Exponential(1)
-/ sum of the group's w, whichever token it is: so a group wins with noise of the group, then a token of that group. It
-costs V / G + G random numbers, not V. N: rows, B: requests, K: max_num_draft, V: vocab_size, G: GROUP_SIZE.
+/ (sum of the group's w), whichever token it is. So the groups race first, each with one random number, and then the
+tokens of the winning group. This takes V / G + G random numbers instead of V. N: rows, B: requests, K: max_num_draft,
+V: vocab_size, G: GROUP_SIZE.
 """
 
 import math
@@ -28,18 +30,20 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def draft_ratio(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Returns p / q of drafts with probability p under the target and q under the proposer; finite, 0 where p is 0."""
+    """Returns p / q of drafts, from their probabilities p under the target and q under the proposer: finite, and 0 if p
+    is 0."""
     return torch.where(p > 0, p / q, 0.0).clamp_(max=torch.finfo(p.dtype).max)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Returns weights [..., V] of the token after a rejected draft, max(p - q, 0); p where rounding makes all 0."""
+    """Returns the weights [..., V] of the token after a rejected draft: max(p - q, 0), or p if rounding makes all of
+    these 0."""
     return (p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
 
 
 def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns floating logits [N, V], with NaN as -inf and +inf as the largest float32; and the rows' maxima [N, 1],
-    which are the lowest number for rows of -inf alone."""
+    """Returns floating-point logits [N, V], with NaN as -inf and +inf as the largest float32, and the rows' maxima [N,
+    1], which are the lowest finite number for rows of -inf alone."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     maximum = logits.amax(dim=-1, keepdim=True)
     if not math.isfinite(maximum.sum()):  # rare
@@ -65,7 +69,7 @@ def _weighed(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, to
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Returns weights [N, V] of the tokens under the rows' sampling parameters: probabilities, scaled so that the
-    largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits."""
+    largest is 1. At temperature 0 all others are 0. The dtype is float32, or float64 for float64 logits."""
     logits, result, limit = _weighed(logits, sampling)
     if limit is not None:
         result.masked_fill_(logits < limit[:, None], 0)
@@ -76,13 +80,14 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Returns logits [N, V] with -inf where the rows' limits cut; NaN stays. Temperature 0 counts as 1."""
+    """Returns logits [N, V] with -inf where a row's limits cut. NaN stays, and temperature 0 counts as 1."""
     limit = _weighed(logits, sampling)[2] if sampling.truncates else None
     return logits if limit is None else logits.masked_fill(logits < limit[:, None], -torch.inf)
 
 
 def probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Returns probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0, 0 for -inf alone."""
+    """Returns probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0, and 0 for a row of
+    -inf alone."""
     result = weights(logits, sampling)
     return result.div_(result.sum(-1, keepdim=True).clamp_(min=1))
 
@@ -120,15 +125,16 @@ def draw_rows(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling)
 
 
 def draft_probs(draft_logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> torch.Tensor:
-    """Returns q [N, vocab_size] of draft logits [N, <= vocab_size]; 0 at temperature 0, where p alone decides, and
-    where they are no distribution."""
+    """Returns q [N, vocab_size] of draft logits [N, <= vocab_size]. It is 0 at temperature 0, where p alone decides,
+    and if the logits form no distribution."""
     q = probs(draft_logits, Sampling(sampling.temperature, sampling.seeds))
     decides = is_distribution(draft_logits) & (sampling.temperature != 0)
     return torch.nn.functional.pad(q.masked_fill_(~decides[:, None], 0), (0, vocab_size - q.shape[-1]))
 
 
 def is_distribution(draft_logits: torch.Tensor) -> torch.Tensor:
-    """Returns [...] bool, whether draft logits [..., V] are a distribution's: without NaN and +inf, not -inf alone."""
+    """Returns [...] bool: whether draft logits [..., V] form a distribution, which excludes NaN, +inf, and rows of -inf
+    alone."""
     return draft_logits.amax(dim=-1).isfinite()
 
 

@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Scan(NamedTuple):
-    """The result of a scan, of the target's rows; with a dense q also of the drafts' rows, after these."""
+    """The result of a scan of the target's rows; with a dense q, the drafts' rows follow."""
 
     # [num_rows, num_groups] float32: largest logit of the group; +inf for a draft's group with NaN or +inf
     maximum: torch.Tensor
@@ -46,7 +46,7 @@ def load_logits(row_ptr, offsets, mask):
 
 @triton.jit
 def finite_maximum(maximum):
-    """Returns the maximum, or 0 for -inf: -inf less -inf is NaN."""
+    """Returns the maximum, or 0 for -inf, since -inf minus -inf is NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -108,7 +108,8 @@ def _scan_kernel(
 
 @triton.jit
 def load_scan(scanned, slot, scale, GROUPS: tl.constexpr):
-    """Loads a row's groups: their maxima and weights [GROUPS], relative to the row's maximum, which comes third."""
+    """Loads the maxima and weights [GROUPS] of a row's groups, relative to the row's maximum, which is the third
+    result."""
     groups = tl.arange(0, GROUPS)
     slots = slot.to(tl.int64) * scanned.num_groups + groups
     maxima = tl.load(scanned.maximum + slots, mask=groups < scanned.num_groups, other=float("-inf"))

@@ -1,5 +1,5 @@
-"""`rejection_sample` with a one-hot q on a runner's step: reads the step's arrays in place. On a GPU this takes two
-launches, which also gather the drafts and count the rejected ones."""
+"""Runs `rejection_sample` with a one-hot q on a runner's step, and reads the step's arrays in place. On a GPU this
+takes two launches, which also gather the drafts and count the rejected ones."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def sample_step(
     implementation: str | None = None,
     operation: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the emitted tokens and the number of rejected drafts. A request with a prompt that goes on has none of
-    them; one that feeds a token of its prompt has no drafts yet, and their placeholders are rejected.
+    """Returns the emitted tokens and the number of rejected drafts. In the middle of its prompt a request
+    has neither; at the end of its prompt it has no drafts yet, so their placeholders are rejected.
 
     Args:
         layout: `draft_token_ids` and `positions` [num_tokens] of all fed tokens, `logits_indices` [num_logits] of the

@@ -1,6 +1,7 @@
 """Thresholds of top-k, top-p and min-p in PyTorch. Each cuts the tokens below a threshold of the logit, so together
-they are one threshold a row. As in vLLM min-p and top-k see the whole distribution, and top-p the rest, renormalised.
-Tokens at the threshold stay, so the result does not depend on the order of the vocabulary. N: rows, V: vocab_size."""
+they give one threshold per row. As in vLLM, min-p and top-k apply to the whole distribution, and top-p to the rest,
+renormalised. Tokens at the threshold stay, so the result does not depend on the order of the vocabulary. N: rows, V:
+vocab_size."""
 
 import torch
 
@@ -15,8 +16,8 @@ def thresholds(
     top_p: torch.Tensor | None,  # [N] floating in (0, 1]; 1 is no limit
     min_p: torch.Tensor | None,  # [N] floating in [0, 1]; 0 is no limit
 ) -> torch.Tensor:
-    """Returns thresholds [N], -inf without a limit: from a row's largest logits, or from more where these do not
-    decide.
+    """Returns thresholds [N], -inf without a limit. A row's largest logits usually decide; otherwise more logits are
+    read.
 
     >>> logits = torch.tensor([[3.0, 1.0, 2.0, 1.0]])
     >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3), torch.tensor([2]), None, None)

@@ -1,9 +1,9 @@
 """Thresholds of top-k, top-p and min-p in Triton, without a sort of the vocabulary. The maxima and weights of a row's
-groups bound its threshold from below: k groups with a maximum of t or more hold k tokens for top-k; the tokens at
-maxima above t weigh as much as top-p asks for; or t is so small that all tokens at t would weigh less than top-p may
-cut. Few groups remain, whatever the vocabulary. In these a search in the order of floats computes the threshold, two
-bounds a read, in about 5 reads for bfloat16. (A histogram of weights needs atomics.) In a flat row many groups remain,
-which costs these reads; the result is as exact."""
+groups bound its threshold t from below. For top-k, k groups with a maximum of at least t hold k tokens. For top-p,
+either the tokens at maxima above t already have the required weight, or t is so small that all tokens at t together
+weigh less than top-p may cut. Few groups remain for any vocabulary. A search in the order of floats then computes the
+threshold, with two bounds per read, in about 5 reads for bfloat16. (A histogram of weights would need atomics.) In a
+flat row many groups remain, and the search reads all of them; the result is just as exact."""
 
 import triton
 import triton.language as tl
@@ -112,7 +112,8 @@ def load_kept(
     vocab_size,
     GROUPS: tl.constexpr,
 ):
-    """Returns load_scan of a row, the weight of its tokens that are not cut (1 for -inf alone), and the threshold."""
+    """Returns load_scan of a row, the weight of the tokens that no limit cuts (1 for a row of -inf alone), and the
+    threshold."""
     maxima, totals, maximum = load_scan(scanned, slot, scale, GROUPS)
     limit, total = float("-inf"), tl.sum(totals, axis=0)
     top_k = tl.load(parameters.top_k + state, mask=(given & 1) != 0, other=vocab_size)

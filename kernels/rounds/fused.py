@@ -1,5 +1,5 @@
-"""Rounds in Triton: a program tries the siblings of a node, and after each rejection reads the row once more, for the
-sums of what is left of p and of q."""
+"""Rounds in Triton: a program tries the siblings of a node. After each rejection it reads the row again, to sum the
+remainders of p and q."""
 
 import torch
 import triton

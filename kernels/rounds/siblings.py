@@ -1,4 +1,4 @@
-"""Siblings in PyTorch: their draft, and what the target says after a tree's nodes."""
+"""Siblings in PyTorch: how they are drafted, and the target's tokens after the nodes of a tree."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ def draw_siblings(
     sampling: Sampling,  # of the nodes, [N] each; at temperature 0 the likeliest tokens are siblings
     num_siblings: int,  # C, at most V
 ) -> torch.Tensor:
-    """Returns tokens [N, C] int64 from `first` on, drawn without replacement; verification must have other seeds.
+    """Returns tokens [N, C] int64, drawn without replacement, of which `first` is the first. Verification must use
+    other seeds.
 
     >>> sampling = Sampling(torch.zeros(1), torch.tensor([7]))
     >>> draw_siblings(torch.tensor([[0.0, 9.0, 8.0]]), torch.tensor([1]), torch.tensor([5]), sampling, 2)
@@ -40,7 +41,7 @@ def try_siblings(
     implementation: str | None = None,  # "reference" or "fused"; None: the fastest that can run
 ) -> torch.Tensor:
     """Returns the target's token after each node, [N] int64: the accepted sibling, or one that is none of them.
-    Siblings of a q that is no distribution are rejected.
+    Siblings are rejected if q is not a distribution.
 
     >>> logits, sampling = torch.tensor([[0.0, 9.0]]), Sampling(torch.ones(1), torch.tensor([7]))
     >>> try_siblings(logits, logits, torch.tensor([[1, 0]]), torch.tensor([5]), sampling)
@@ -67,8 +68,8 @@ def in_rounds(
     sampling: Sampling,  # of the requests, [R] each
     num_siblings: int,  # C, at most W
 ) -> torch.Tensor:
-    """Returns `drawn` with the outcomes of rounds after nodes with children: the first node of each depth below D may
-    have some, in the order in which they were drawn. Rows with temperature 0 stay."""
+    """Returns `drawn` with the outcomes of rounds after nodes with children: only the first node of each depth below D
+    may have children, in the order in which they were drawn. Rows with temperature 0 stay unchanged."""
     (parents, depths), (num_reqs, depth, _) = tree, draft_logits.shape
     steps, nodes = (torch.arange(size, device=drawn.device) for size in (depth, drawn.shape[1]))
     first = (depths[:, None] == steps[:, None]).int().argmax(dim=2)  # [R, D]

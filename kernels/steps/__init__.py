@@ -1,6 +1,6 @@
-"""The work for each row of a step beside drafting, in one launch each. Nothing here waits, so a CUDA graph can record
-it. R: rows of the batch or of a graph, S: slots of requests, K: max tokens of a draft, M: stages, two of them. A row of
-padding has slot S, which no request has, and has sampled nothing."""
+"""The per-row work of a step other than drafting, in one launch per operation. Nothing here waits, so a CUDA graph can
+record it. R: rows of the batch or of a graph, S: slots of requests, K: max tokens of a draft, M: stages, two of them. A
+padding row has slot S, which belongs to no request, and has sampled nothing."""
 
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ class Totals(NamedTuple):
     """The sums, int64 each.
 
     Args:
-        cells: requests by [1 + tokens verified, tokens that came out], K + 2 each; by [whether any was wanted, tokens
-            drafted]; and where there are stages tokens [M, KINDS, K] and [M, SUMS].
-        by_slot: [S + 1, 2] tokens verified and accepted.
-        once: [>= 1] how much each row counts: 1, or 0 in a rehearsal.
+        cells: requests by [1 + verified tokens, emitted tokens], K + 2 each; requests by [whether a draft was wanted,
+            drafted tokens]; and with stages tokens [M, KINDS, K] and [M, SUMS].
+        by_slot: [S + 1, 2] verified and accepted tokens.
+        once: [>= 1] the weight of each row: 1, or 0 in a rehearsal.
     """
 
     cells: Any
@@ -39,10 +39,10 @@ class Staged(NamedTuple):
 
     Args:
         num_sent, sent_stage: [S + 1] int32 and [S + 1, K] int32: the last drafts, by slot.
-        num_sampled, num_rejected: [R] int32 each, the fate of those.
+        num_sampled, num_rejected: [R] int32 each, the outcome of those drafts.
         stage: [R, K] int, the stage of each new draft token.
-        looked_up, num_second: [R] int each, tokens of the two stages, -1 where one was not asked.
-        confirmed: [R] int, tokens of the first stage that the second would have drafted; None: it did not compare.
+        looked_up, num_second: [R] int each, tokens of the two stages, -1 if a stage was not asked.
+        confirmed: [R] int, tokens of the first stage that the second would also have drafted; None: no comparison.
     """
 
     num_sent: Any
@@ -56,8 +56,8 @@ class Staged(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Slots of the rows [R] int64, any one for a row of padding; how many tokens each drafts, [R] int32, none in the
-    middle of a prompt; and how many of each stage of a cascade, 0 where a request does not allow it."""
+    """Slots of the rows [R] int64 (arbitrary for padding); the number of tokens that each row drafts, [R] int32, 0 in
+    the middle of a prompt; and the number for each stage of a cascade, 0 if a request does not allow the stage."""
 
     slots: Any
     num_tokens: Any
@@ -65,8 +65,8 @@ class Wanted(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """One stage's tokens [R, any number] int32 and how many of them are its draft, [R] int32; their confidence is a
-    probability below 1 or a match's length, int or float; None: 1, 2, 3, ..."""
+    """One stage's tokens [R, any number] int32 and the number that form its draft, [R] int32. Their confidence is a
+    probability below 1 or the length of a match, int or float; None: 1, 2, 3, ..."""
 
     token_ids: Any
     num_draft: Any
@@ -75,7 +75,7 @@ class Chain(NamedTuple):
 
 class Joined(NamedTuple):
     """One draft of two stages: tokens and their stages [R, K] int32, lengths [R] int32, confidence [R, K] float32, and
-    the number of the second stage's tokens, [R] int32, -1 where it has none."""
+    the number of the second stage's tokens, [R] int32, -1 if it has none."""
 
     token_ids: Any
     num_draft: Any
@@ -98,7 +98,7 @@ def limit(
     of_stages: tuple[int, ...] = (),
     implementation: str | None = None,
 ) -> Wanted:
-    """Computes how many tokens each row wants; `of_stages` has the max tokens of each of two stages. `implementation`,
+    """Computes the number of tokens that each row wants; `of_stages` holds the limits of two stages. `implementation`,
     here and below: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     >>> import torch
@@ -122,7 +122,7 @@ def newest(
     tables: tuple[Any, ...],
     implementation: str | None = None,
 ) -> tuple[Any, ...]:
-    """Returns the newest tokens, int32, the texts' lengths, int64, and the slots' entries in the tables, [R] each.
+    """Returns the newest tokens (int32), the lengths of the texts (int64) and the slots' table entries, [R] each.
 
     >>> import torch
     >>> read = newest(torch.tensor([1, -1]), torch.tensor([3, 8]), torch.tensor([5, 6]), (torch.tensor([0.0, 0.5]),))
@@ -134,8 +134,9 @@ def newest(
 
 
 def join(first: Chain, second: Chain, continues: bool, implementation: str | None = None) -> Joined:
-    """Makes one draft of a first stage's, [R, K], and a second's, which may have fewer columns. If `continues`, the
-    second's drafts begin with the first one's tokens and are taken after these; else where the first has no draft.
+    """Makes one draft from a first stage's, [R, K], and a second stage's, which may have fewer columns. If `continues`,
+    the second stage's drafts begin with the first stage's tokens, and the rest is appended. Otherwise they are used
+    only if the first stage has no draft.
 
     >>> import torch
     >>> first, second = (torch.tensor([tokens], dtype=torch.int32) for tokens in ([7, 8, 0], [7, 5, 6]))
@@ -157,7 +158,7 @@ def tally(
     staged: Staged | None = None,
     implementation: str | None = None,
 ) -> None:
-    """Counts new drafts, and the fate of the last ones; without `staged` there is no cascade."""
+    """Counts new drafts and the outcome of the last ones; without `staged` there is no cascade."""
     _module(totals.cells, implementation).tally(totals, rows, wanted, num_draft, max_num_draft, staged)
 
 

@@ -1,4 +1,4 @@
-"""The work of a step's rows in Triton, one launch each, with the numbers of reference.py."""
+"""The per-row work of a step in Triton, in one launch per operation, with the results of reference.py."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The work of a step's rows in PyTorch; nothing is read on the host."""
+"""The per-row work of a step in PyTorch, which never waits for the device."""
 
 import torch
 

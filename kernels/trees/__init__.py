@@ -1,10 +1,10 @@
-"""Trees of drafts: the attention of their tokens, the path that the target takes, and the move of its keys and values.
-Cai et al. 2024 ("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees.
+"""Draft trees: the attention of their tokens, the path that the target follows, and the move of the path's keys and
+values. Cai et al. 2024 ("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees.
 
 Nodes are in topological order, and node 0 is the request's newest token. A node's index gives its place in the KV
 cache, its depth its position. A prefix of a tree is a tree. `walk` needs no acceptance rule: with a one-hot q the noise
-alone decides the token after a node, so it follows the child that is this token, whatever was drafted
-(rejection/drafts.py). R: requests, S: slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
+alone decides the token after a node (rejection/drafts.py), so it follows the child with this token. R: requests, S:
+slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Cache(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A ragged batch: request r has the tokens starts[r] to starts[r + 1], the last ones of it in the cache.
+    """A ragged batch: request r has the tokens starts[r] to starts[r + 1], which are its last ones in the cache.
 
     Args:
         query: [num_tokens, num_heads, head_size]
@@ -39,8 +39,9 @@ class Query(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Bit i of a token's `bits`, [>= num_tokens] int64, says whether it sees place first + i, of MAX_WIDTH places;
-    `first` is [>= R] int32. It sees all places before these, and none after itself. All bits set: causal."""
+    """Bit i of a token's `bits`, [>= num_tokens] int64, states whether the token sees place first + i, for MAX_WIDTH
+    places; `first` is [>= R] int32. It sees all earlier places, and none after itself. With all bits set the mask is
+    causal."""
 
     bits: Any
     first: Any

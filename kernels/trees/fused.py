@@ -1,5 +1,5 @@
-"""Trees in Triton. Attention has a program for each request, tile of its tokens and KV head, `walk` one a request, and
-`compact` one for each layer, request and head."""
+"""Trees in Triton. Attention runs one program per request, tile of tokens and KV head; `walk` one per request; and
+`compact` one per layer, request and head."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Random inputs of the kernels for draft trees, for tests and for the check of a device."""
+"""Random inputs of the kernels for draft trees, for tests and the device check."""
 
 import torch
 
@@ -8,7 +8,7 @@ from .reference import ancestors
 
 
 def random_parents(num_rows: int, width: int, rng: torch.Generator) -> torch.Tensor:
-    """Returns [num_rows, width] int64: each node's parent is any earlier node; node 0 has itself."""
+    """Returns [num_rows, width] int64: each node's parent is a random earlier node; node 0 is its parent itself."""
     return integers(rng, torch.arange(width).clamp(min=1), num_rows, width).long()
 
 
@@ -18,7 +18,7 @@ def make_attention(
     width: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, Query, Cache, Mask, float]:
-    """Returns the arguments of `attend`: queries of up to `width` tokens are trees, longer ones are causal."""
+    """Returns the arguments of `attend`: queries of at most `width` tokens are trees, longer ones are causal."""
     rng, block_size, (num_heads, num_kv_heads, head_size) = torch.Generator().manual_seed(1), 16, heads
     seq_lens, num_tokens = (torch.tensor(counts) for counts in ([sum(one) for one in lengths], [n for _, n in lengths]))
     starts = torch.nn.functional.pad(num_tokens.cumsum(0), (1, 0))
@@ -37,7 +37,7 @@ def make_attention(
 
 
 def make_walks(num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the arguments of `walk`: few different tokens make paths long; some trees end early."""
+    """Returns the arguments of `walk`: the few different tokens make long paths; some trees end early."""
     rng = torch.Generator().manual_seed(1)
     tokens, drawn = torch.randint(3, (2, num_rows, width), generator=rng)
     ends = 1 + integers(rng, width, num_rows, 1)
@@ -50,7 +50,7 @@ def make_moves(
     heads: tuple[int, int] = (2, 48),  # number of them, content of one
     num_layers: int = 3,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Returns caches, and the arguments of `compact` after their pointers; other nodes follow a path's end."""
+    """Returns caches, and the arguments of `compact` after the pointers; unused nodes follow a path's end."""
     rng, num_rows, block_size = torch.Generator().manual_seed(1), len(paths), 16
     shape, width = (3 * num_rows, heads[0], block_size, heads[1]), 1 + max(map(max, paths))
     caches = [torch.randn(shape, generator=rng).to(dtype) for _ in range(num_layers)]

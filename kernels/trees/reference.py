@@ -6,7 +6,7 @@ from . import MAX_WIDTH, Cache, Mask, Query
 
 
 def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns depths [N, W] and masks of ancestors [N, W], with the node itself, of parents [N, W] int64.
+    """Returns depths [N, W] and masks of ancestors [N, W], the node itself included, for parents [N, W] int64.
 
     >>> ancestors(torch.tensor([[0, 0, 0, 1]]))
     (tensor([[0, 1, 1, 2]]), tensor([[ 1,  3,  5, 11]]))

@@ -1,6 +1,6 @@
 """Edits of logits before verification, exact at every position: allowed tokens, biases, minimum lengths, penalties, bad
-words. `Edits` has the arrays by request state that vLLM's Model Runner V2 holds on the device, so a step converts
-nothing. The order is vLLM's: bias, then repetition, frequency and presence penalties; a forbidden token has -inf.
+words. `Edits` holds the arrays by request state that vLLM's Model Runner V2 stores on the device, so a step converts
+nothing. The order is vLLM's: bias, then repetition, frequency and presence penalties. A forbidden token gets -inf.
 num_logits, num_states: as in rejection/."""
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from .. import Layout
 
 
 class Allowed(NamedTuple):
-    """Forbids all other tokens, where a list is not empty."""
+    """Forbids all other tokens if the list is not empty."""
 
     # [num_states] int32: lengths of the lists
     num_tokens: Any
@@ -19,7 +19,7 @@ class Allowed(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Adds to the logits; a token stands once in its list."""
+    """Adds to the logits; each token appears once in its list."""
 
     # As of Allowed
     num_tokens: Any
@@ -39,7 +39,7 @@ class MinTokens(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """A repetition penalty of 1 and others of 0 do nothing."""
+    """A repetition penalty of 1, and other penalties of 0, change nothing."""
 
     # [num_states] float32 each
     repetition: Any
@@ -53,7 +53,7 @@ class Penalties(NamedTuple):
 
 
 class BadWords(NamedTuple):
-    """Forbids a word's last token after the others."""
+    """Forbids the last token of a word after its other tokens."""
 
     # [num_states] int32
     num_words: Any
@@ -68,7 +68,7 @@ class BadWords(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """None, and an empty list of a state, edit nothing."""
+    """None, or a state's empty list, edits nothing."""
 
     allowed: Allowed | None = None
     bias: Bias | None = None
@@ -91,8 +91,8 @@ def adjust(
     *,
     only_last: bool = False,
 ) -> Any:
-    """Returns edited logits float32 of the shape of `logits`; a row counts the drafts before it as emitted. With
-    `only_last`, as during drafting, `logits` has the last row of each request alone. `implementation`: "reference" or
+    """Returns edited logits, float32 of the shape of `logits`; each row counts the drafts before it as emitted. With
+    `only_last`, as during drafting, `logits` holds only the last row of each request. `implementation`: "reference" or
     "fused", else a ValueError; None: fused on a GPU, else the reference.
 
     >>> import torch

@@ -1,6 +1,6 @@
-"""Edits of logits in one launch, which reads the logits once. Each program handles a tile of a row. It first collects
-the row's lists in the result's memory: 0, a bias, or -inf. Lists are short beside the vocabulary, so each program reads
-them whole and stores the entries of its tile, with a barrier between two lists. Rows without edits are copied. Nothing
+"""Edits of logits in one launch, which reads the logits once. Each program handles a tile of a row. It first writes the
+row's lists into the output: 0, a bias, or -inf. Lists are short compared with the vocabulary, so each program reads
+them whole and stores the entries of its tile, with a barrier between lists. Rows without edits are copied. Nothing
 waits for the host, so a CUDA graph can record it."""
 
 from typing import Any

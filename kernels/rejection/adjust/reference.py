@@ -42,7 +42,7 @@ def _adjust_request(
 
 
 def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Returns [..., V] bool of packed bits [..., ceil(V / 32)] int32."""
+    """Unpacks bits [..., ceil(V / 32)] int32 to [..., V] bool."""
     bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
     return bits.flatten(-2)[..., :vocab_size].bool()
 

@@ -103,7 +103,7 @@ class DraftTracker:
         return worth(self._state, slots, _rated(drafts), other, copies)
 
     def survivals(self, drafts: DraftArrays) -> torch.Tensor:
-        """[R, K], the probability that all tokens of a draft up to each place are accepted."""
+        """[R, K], the probability that a draft is accepted up to each position."""
         slots = self._rows.slots[: len(drafts.num_draft)]
         survival: torch.Tensor = survivals(self._state, slots, _rated(drafts))
         return survival
