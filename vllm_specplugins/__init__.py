@@ -1,4 +1,4 @@
-"""Speculative decoding for vLLM that people can extend. vLLM calls `register` in every process that it starts."""
+"""Extensible speculative decoding for vLLM. vLLM calls `register` in every process that it starts."""
 
 from vllm_specplugins.config import ConfigError
 
@@ -7,7 +7,7 @@ __all__ = ["ConfigError", "__version__", "register"]
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: adds our methods to vLLM's; safe to call twice."""
+    """Entry point `vllm.general_plugins`: adds our methods to vLLM's. A second call does nothing."""
     from vllm_specplugins.engine.frontend.plugin import install
 
     install()

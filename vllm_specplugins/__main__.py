@@ -19,7 +19,7 @@ CLEAN_UP_S = 2.0  # after Ctrl-C; another one is ignored meanwhile
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses with one sentence."""
+    """A parser that reports an error in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}.\n")
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Turns Ctrl-C into an exception, so that a command can clean up, for which it has CLEAN_UP_S."""
+    """Turns Ctrl-C into an exception, after which a command has CLEAN_UP_S to clean up."""
     if getsignal(SIGINT) is not SIG_DFL:
         yield
         return

@@ -1,6 +1,5 @@
-"""Commands of `python -m vllm_specplugins`: the arguments of each, its help, and the module that runs it.
-
-Nothing heavy is imported before a command runs.
+"""Commands of `python -m vllm_specplugins`: their arguments, help texts and modules. Heavy imports happen only when a
+command runs.
 """
 
 import argparse
@@ -31,8 +30,8 @@ DATA = (
 
 
 def adder(parser: argparse.ArgumentParser) -> Add:
-    """Returns a function that adds an argument to a parser: its name, help, reader (bool: a flag), and default, as
-    `shown`."""
+    """Returns a function that adds an argument to a parser: its name, help, reader (bool: a flag) and default; `shown`
+    is the default's text."""
 
     def add(name: str, words: str, read: Any = str, default: Any = None, shown: str = "", **more: Any) -> None:
         if shown := shown or ("" if default is None else str(default)):
@@ -46,7 +45,7 @@ def adder(parser: argparse.ArgumentParser) -> Add:
 
 
 def number(read: Callable[[str], Number], fits: Callable[[Number], bool], words: str) -> Callable[[str], Number]:
-    """Reads a number that fits."""
+    """Reads a number within the allowed range."""
 
     def checked(text: str) -> Number:
         try:

@@ -18,7 +18,7 @@ Forced = Mapping[str, tuple[int, Sequence[int]]]  # by request, the tokens of it
 
 @dataclass(slots=True)
 class StageCounters:
-    """Running totals of one stage of a cascade, in tokens unless noted."""
+    """Running totals of one stage of a cascade; the unit is tokens unless noted."""
 
     drafted: int = 0
     kept: int = 0  # that the next stage kept, or that went to the target where there is none
@@ -35,7 +35,7 @@ class StageCounters:
     gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
 
     def add(self, by_place: Ints, sums: Ints) -> None:
-        """Adds counts of kernels/steps: tokens by [KINDS, K], and SUMS."""
+        """Adds the counts of kernels/steps: tokens by [KINDS, K], and SUMS."""
         verified, accepted, kept = by_place
         asked, drafted, drafts, confirmed = sums.tolist()
         self.verified += int(verified.sum())
@@ -82,7 +82,7 @@ class Counters:
         return "; ".join(words)
 
     def net(self, num_steps: int, dropped: Mapping[int, int]) -> "Counters":
-        """Returns a copy with this number of steps, without the accepted tokens that were dropped, given by position.
+        """Returns a copy with this number of steps, minus the dropped accepted tokens, given by position.
 
         >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, {1: 1}).summary()
         '1.40 tokens a step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
@@ -114,7 +114,7 @@ class Counters:
         self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
 
     def add_drafts(self, num_asked: int, num_requests: Mapping[int, int]) -> None:
-        """Counts new drafts: requests that wanted one, and requests by the length that each got."""
+        """Counts new drafts: the requests that wanted one, and requests by the length of the draft."""
         self.whole.asked += num_asked
         for length, requests in num_requests.items():
             self.whole.drafts += requests * (length > 0)
@@ -124,8 +124,8 @@ class Counters:
 
     def add_forced(self, feedback: Feedback, forced: Forced, stage: StageCounters) -> None:
         """Counts one step's verification of forced tokens after drafts; call it after `add`. `forced` maps a request to
-        the tokens of its draft before the forced ones; `stage` is the one that forces tokens, or `whole` if it is
-        alone."""
+        the number of draft tokens before its forced ones; `stage` is the forcing stage, or `whole` if there is no
+        other."""
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:
             count(self.draft_lengths, num_draft)
@@ -141,7 +141,7 @@ class Counters:
 
 
 class RequestRates:
-    """Acceptance rates of single requests, from their first step to their last."""
+    """Acceptance rates of single requests, from their first to their last step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}  # tokens verified and accepted
@@ -156,14 +156,14 @@ class RequestRates:
                 self._counts[request_id] = (verified + num_draft, accepted + num_accepted)
 
     def take(self, request_ids: Sequence[str]) -> list[float]:
-        """Returns the rates of ended requests that had drafts."""
+        """Returns the rates of the ended requests that had drafts."""
         self._over.update(request_ids)
         counts = [self._counts.pop(request_id, None) for request_id in request_ids]
         return [count[1] / count[0] for count in counts if count is not None]
 
 
 def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:
-    """Returns faults by kind of a method and of its stages, from Counters as a dictionary.
+    """Returns the faults by kind of a method and its stages, from the dictionary of Counters.
 
     >>> faults_of({"faults": {"raised": 1}, "stages": {"0 custom": {"faults": {"raised": 2}}}})
     {'raised': 3}
@@ -172,7 +172,7 @@ def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:
 
 
 def count(totals: list[int], index: int, more: int = 1) -> None:
-    """Adds to an entry of a list, which grows to have it.
+    """Adds to an entry of a list, which grows if necessary.
 
     >>> totals = [1]
     >>> count(totals, 2)

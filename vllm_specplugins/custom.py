@@ -1,7 +1,7 @@
-"""The user's proposers, and methods that other packages register.
+"""Proposers of users, and methods that other packages register.
 
 An entry point of the group `vllm_specplugins.proposers`, "name = module:Class", registers a class that follows
-`draft.Proposer`. A package is imported only when its method is asked for, so that a broken one affects no other.
+`draft.Proposer`. A package is imported only when its method is selected, so a broken package affects no other method.
 """
 
 import logging
@@ -27,8 +27,7 @@ OptionCheck = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A registration: the method's name, "package.module:Class", the distribution, and the reason if it cannot be
-    used."""
+    """A registration: the method's name, "package.module:Class", the distribution, and why it cannot be used, if so."""
 
     name: str
     proposer: str
@@ -37,7 +36,8 @@ class Registered:
 
 
 def registrations(reserved: Collection[str] = ()) -> list[Registered]:
-    """The registrations on this machine; reserved names, and names that are registered twice, have a refusal."""
+    """The registrations on this machine. Reserved names, and names that are registered twice, are marked as
+    unusable."""
     by_package: dict[str, list[Registered]] = {}
     for entries in filter(None, map(_entries, distributions())):
         by_package.setdefault(entries[0].package, entries)  # the first on the path
@@ -71,7 +71,7 @@ def _refusal(entry: Registered, names: list[str], reserved: Collection[str]) -> 
 
 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
-    """Builds the user's proposer, which does not take part in the exchange between ranks."""
+    """Builds the user's proposer, which takes no part in the exchange between ranks."""
     build, who = import_object(config.proposer, method), f"{method}: proposer {config.proposer!r}"
     alone = replace(context, num_ranks=1, rank=0, agreed=lambda value: value)
     try:
@@ -100,7 +100,8 @@ def _same_signals() -> Iterator[None]:
 
 
 def option_checks(config: SpecConfig) -> list[OptionCheck]:
-    """`check_options` of the user's proposers in a method. It raises ValueError for options that it refuses."""
+    """The `check_options` functions of the user's proposers in a method. They raise ValueError for options that they
+    refuse."""
     checks = _attributes(config, "check_options")
     for path, check in checks.items():
         if check is not None and not callable(check):
@@ -109,13 +110,13 @@ def option_checks(config: SpecConfig) -> list[OptionCheck]:
 
 
 def check_gone(config: SpecConfig) -> None:
-    """Raises ConfigError for a class with `reads_likeliest`, which proposers of earlier versions could ask for."""
+    """Raises ConfigError for a class with `reads_likeliest`, which earlier versions supported."""
     if any(asks is True for asks in _attributes(config, "reads_likeliest").values()):
         raise ConfigError(f"{config.method}: reads_likeliest went: a proposer reads the requests' tokens alone.")
 
 
 def declares(config: SpecConfig, name: str) -> bool:
-    """Whether a class of the user declares `may_be_late = True`, say, or `drafts_on_device = True`."""
+    """Whether the user's class declares a flag, such as `may_be_late = True` or `drafts_on_device = True`."""
     return any(value is True for value in _attributes(config, name).values())
 
 

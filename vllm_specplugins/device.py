@@ -1,4 +1,5 @@
-"""The interface of proposers that draft on the device: on Model Runner V2 in the CUDA graph of a step, without a wait.
+"""The interface of proposers that draft on the device: on Model Runner V2 they run in the CUDA graph of a step, and no
+step waits.
 
 Dimensions: num_slots, the requests that the engine can hold; a request has one slot from `start` to its end. num_reqs,
 the rows of a step, padding included. K = num_speculative_tokens.
@@ -13,7 +14,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, Propos
 
 
 class DeviceTexts(NamedTuple):
-    """Prompts and outputs so far, on the device; read-only, and always at the same place.
+    """Prompts and outputs so far, on the device: read-only tensors at fixed addresses.
 
     Args:
         token_ids: [num_slots, max_model_len] int32; tokens after a request's length are arbitrary.
@@ -25,7 +26,8 @@ class DeviceTexts(NamedTuple):
 
 
 class DeviceDraft(NamedTuple):
-    """A draft for each row; the engine drops what exceeds `max_tokens`, and what follows a token that does not exist.
+    """A draft for each row. The engine drops tokens past `max_tokens`, and a draft's rest from a token outside the
+    vocabulary on.
 
     Args:
         token_ids: [num_reqs, <= K] int32 or int64, arbitrary after num_draft.
@@ -39,8 +41,8 @@ class DeviceDraft(NamedTuple):
 
 
 class DeviceProposer(Proposer):
-    """The base of a proposer that overrides `draft`. On Model Runner V1, as a stage of a cascade and in `check`, it
-    drafts with tensors that `propose` makes of the host's tokens in each step, which is slow."""
+    """The base class of proposers that draft on the device; subclasses override `draft`. On Model Runner V1, as a stage
+    of a cascade and in `check`, `propose` makes tensors of the host's tokens in each step, which is slow."""
 
     drafts_on_device = True
 
@@ -50,16 +52,16 @@ class DeviceProposer(Proposer):
         self._slots: dict[str, int] = {}  # of `propose`
 
     def draft(self, texts: DeviceTexts, slots: Any, max_tokens: Any) -> DeviceDraft:
-        """Drafts at most max_tokens [num_reqs] int32 tokens after the texts of these slots, [num_reqs] int64.
-
-        A CUDA graph records the call for each batch size and replays it, so it must neither wait for the device nor
-        branch on a tensor's values, and its shapes depend on num_reqs alone. Every tensor-parallel rank must get the
-        same result. Rows that pad a graph have the last slot, and max_tokens 0.
+        """Drafts at most max_tokens [num_reqs] int32 tokens after the texts of these slots, [num_reqs] int64. A CUDA
+        graph records the call for each batch size and replays it, so the call must neither wait for the device nor
+        branch on a tensor's values, and its shapes may depend on num_reqs alone. Every tensor-parallel rank must
+        compute the same result. Rows that pad a graph have the last slot, and max_tokens 0.
         """
         raise NotImplementedError
 
     def start(self, request_id: str, slot: int, options: Mapping[str, Any]) -> None:
-        """Resets the state of a slot before its new request, or one that returns after a preemption, is drafted for."""
+        """Resets the state of a slot before drafting for its new request, or for one that returns after a
+        preemption."""
         return
 
     def observe(self, feedback: Feedback) -> None:
@@ -67,12 +69,12 @@ class DeviceProposer(Proposer):
         return
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops requests that ended. Overriders call this one, too."""
+        """Drops requests that ended. An override must call this method."""
         for request_id in request_ids:
             self._slots.pop(request_id, None)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Drafts for the host's tokens with `draft`."""
+        """Calls `draft` with tensors made of the host's tokens."""
         import torch
 
         for request_id, options in zip(batch.request_ids, batch.options, strict=True):

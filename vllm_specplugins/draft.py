@@ -1,7 +1,8 @@
-"""The interface between engine and proposers, on both model runners: the protocol and its value types.
+"""The interface between the engine and proposers on both model runners: the protocol and its value types.
 
-Dimensions: num_reqs, the requests of a step that may get a draft; K = num_speculative_tokens. PROTOCOL_VERSION rises
-with every change that can break a working proposer. A class with another `protocol_version` is refused at the start.
+Dimensions: num_reqs, the requests of a step that may get a draft; K = num_speculative_tokens. PROTOCOL_VERSION
+increases with every change that can break a working proposer. A class with another `protocol_version` is refused at the
+start.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +38,13 @@ def _same(value: T) -> T:
 
 class Codec(Protocol):
     """Converts token ids to the bytes of their text and back, without a begin-of-sequence token. A token may end within
-    a character. Holds the interpreter's lock for 0.2 ms per 1,000 bytes."""
+    a character. A call holds Python's global lock for 0.2 ms per 1,000 bytes."""
 
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """The text of the tokens; special tokens by name."""
+        """The bytes of the tokens' text; special tokens appear by name."""
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
-        """The tokens of a text, without special ones."""
+        """The tokens of a text, without special tokens."""
 
 
 def _no_codec() -> Codec:
@@ -59,13 +60,13 @@ class ProposerContext:
         max_model_len: limit of a request's tokens.
         max_num_reqs: limit of a batch's requests.
         max_num_draft: K.
-        tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
-        codec: makes a `Codec`; slow. Raises ValueError if the tokenizer is not a fast one.
-        device, dtype: torch's, of the target.
-        time_budget_ms: limit of a proposer on the host for one step; None: no limit.
-        num_ranks, rank: the tensor-parallel group, which drafts for the same requests.
-        agreed: maps a value (times, drafts) to rank 0's; every rank must call it at the same points.
-        file_suffix: the suffix of this engine's files; None: another rank saves.
+        tokenize: converts text to token ids, without special tokens; slow, as it may load the tokenizer.
+        codec: creates a `Codec`; slow. Raises ValueError unless the tokenizer is a fast one.
+        device, dtype: the target's, as torch types.
+        time_budget_ms: time limit of a proposer on the host per step; None: no limit.
+        num_ranks, rank: of the tensor-parallel group; all ranks draft for the same requests.
+        agreed: returns rank 0's value (times, drafts) on every rank; all ranks must call it at the same points.
+        file_suffix: suffix of this engine's files; None if another rank saves.
     """
 
     vocab_size: int
@@ -85,13 +86,13 @@ class ProposerContext:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The requests that want a draft in this step, read-only.
+    """The requests that want a draft in this step; read-only.
 
     Args:
         request_ids: stable from a request's first step to `forget`.
         token_ids: prompt and output of each request, [num_tokens] int32, valid during the call. Empty for a model
-            proposer: its tokens need not be on the host.
-        max_num_draft: [num_reqs] int32, limit of each request's draft: 0..K.
+            proposer, since its tokens may be on the device only.
+        max_num_draft: [num_reqs] int32, the limit of each request's draft, 0 to K.
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty if it has none; lists are tuples.
         target: for a model proposer.
         offer: the drafts of the cascade's stage that is built into vLLM; None if it did not draft.
@@ -111,14 +112,15 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A proposer's draft for a batch, in the batch's order: exactly this class with NumPy arrays, no subclasses.
+    """A proposer's draft for a batch, in the batch's order. It must be exactly this class with NumPy arrays, not
+    subclasses.
 
     Args:
         token_ids: [num_reqs, <= K] int32, an array, or a model proposer's tensor; ignored beyond num_draft.
         num_draft: [num_reqs] int32, 0 for no draft.
         confidence: [num_reqs] float32, finite, of each first token: a probability, or a match's length (from 1 on).
-        logits: [num_reqs, <= K, vocab_size], as wide as token_ids, of a model proposer that samples: q is their softmax
-            at the request's temperature. None: q is one-hot, which is also exact, and always so on the host.
+        logits: [num_reqs, <= K, vocab_size], as wide as token_ids, for a model proposer that samples: q is their
+            softmax at the request's temperature. None: q is one-hot, which is also exact; on the host it must be None.
     """
 
     token_ids: Any
@@ -128,7 +130,7 @@ class Draft:
 
     @classmethod
     def empty(cls, num_reqs: int) -> "Draft":
-        """No draft for any request."""
+        """Returns an empty draft for every request."""
         return cls(np.empty((num_reqs, 0), np.int32), np.zeros(num_reqs, np.int32))
 
 
@@ -140,8 +142,8 @@ class Feedback:
         request_ids: requests of the step, with or without a draft.
         num_draft: [num_reqs] int32, verified draft tokens.
         num_accepted: [num_reqs] int32, accepted draft tokens.
-        step_ms: the step's time without drafting, if it only decoded.
-        num_forced: the numbers of verified and of accepted tokens that a later stage forced after these drafts.
+        step_ms: the step's time without drafting; None unless the step only decoded.
+        num_forced: the numbers of verified and accepted tokens that a later stage forced after these drafts.
     """
 
     request_ids: Sequence[str]
@@ -152,18 +154,18 @@ class Feedback:
 
 
 class Proposer(Protocol):
-    """Drafts the next tokens of requests. One thread makes all calls. The default `observe` and `forget` do nothing."""
+    """Drafts the next tokens of requests. All calls come from one thread. The default `observe` and `forget` do
+    nothing."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Returns a draft for every request of the batch."""
 
     def observe(self, feedback: Feedback) -> None:
-        """Receives the outcome of the last drafts, before `propose` of the same step."""
+        """Receives the outcome of the last drafts, before `propose` in the same step."""
         return
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops all state of finished, aborted or preempted requests, and ignores unknown ids.
-
-        A preempted request returns under the same id with its whole history.
+        """Drops all state of finished, aborted or preempted requests; must ignore unknown ids. A preempted request
+        returns with the same id and its whole history.
         """
         return

@@ -9,8 +9,9 @@ from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, co
 
 
 class BuiltIn(Proposer):
-    """Hands on the drafts of the engine's drafter. The engine runs it in every step before the cascade is asked, since
-    its KV cache has to hold all tokens. Its drafts come with the batch, with acceptance probabilities if it has any."""
+    """Passes on the drafts of the engine's drafter. The engine runs that drafter in every step before the cascade,
+    since the drafter's KV cache has to hold all tokens. Its drafts come with the batch, with acceptance probabilities
+    if it has any."""
 
     is_needed = True  # whether this step may use its drafts
 
@@ -19,7 +20,7 @@ class BuiltIn(Proposer):
         self._ms = {True: 0.0, False: 0.0}  # of the last step in which it was needed, and was not
 
     def took(self, offer: Offer) -> float:
-        """Records the ms that this drafting took."""
+        """Records the time of this drafting, in ms."""
         self._ms[self.is_needed] = offer.ms
         return offer.ms
 

@@ -1,4 +1,4 @@
-"""The proposer that drafts with several proposers on the host."""
+"""Combines several proposers on the host."""
 
 import time
 from collections.abc import Sequence
@@ -17,13 +17,12 @@ from vllm_specplugins.structures.drafts import DraftArrays, join, nothing
 
 
 class Cascade:
-    """Several proposers that serve together as one.
-
-    Under the policy `auto` the stages draft in turn. For each request and step the gate chooses how many tokens of the
-    drafts so far to keep, and how many of the next stage to draft after them or in their place: those with the largest
-    sum of acceptance probabilities, less their price (Gate.split_draft). A lookup that stands first also extends the
-    tokens of a model, which costs nothing: its match is longer by these tokens. Without a gate the first stage with a
-    draft drafts. Under the policy `verify` each stage checks the tokens of the one before it (verify.py).
+    """Several proposers that serve as one. Under the policy `auto` the stages draft in turn. For each request and step
+    the gate chooses how many tokens of the drafts so far to keep, and how many tokens of the next stage to draft after
+    them or in their place. It maximises the sum of acceptance probabilities minus the price (Gate.split_draft). A
+    lookup as the first stage also extends a model's tokens at no cost, since these tokens lengthen its match. Without a
+    gate, the first stage with a draft drafts. Under the policy `verify` each stage checks the tokens of the previous
+    stage (verify.py).
     """
 
     def __init__(self, config: SpecConfig, context: ProposerContext, proposers: Sequence[Any]):
@@ -145,8 +144,8 @@ class Cascade:
     def needs_offer(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
         """Returns whether this step needs a draft of the engine's drafter, before that drafter runs. It does not while
         all requests copy: each had a draft at least twice as long as that stage's K, fully accepted, which ended with
-        another stage's token. Nor does it where a lookup stands first, and that stage is expected to gain less beside
-        the lookup's drafts than its run costs (Gate.spares). The stage then only takes in the step's tokens."""
+        another stage's token. It also does not if the first stage is a lookup, and the drafter is expected to gain less
+        beside the lookup's drafts than its run costs (Gate.spares). The drafter then only reads the step's tokens."""
         stage = self._offered
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
             return True
@@ -165,7 +164,7 @@ class Cascade:
         return gate.spares(rows, drafts, offered.index, limits, offered.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs each stage that runs the target, with as much work as a step can have."""
+        """Runs each stage that uses the target's layers, with the largest work of a step."""
         draft: Draft
         *_, draft = (stage.proposer.dummy_run(batch) for stage in self._stages if stage.method.runs_target)
         return draft
@@ -200,13 +199,12 @@ class Cascade:
             guard.forget(request_ids)
 
     def settle_stages(self) -> None:
-        """Makes the stages forget ended requests now, since no step follows for a while."""
+        """Makes the stages forget ended requests now, since no step will follow for a while."""
         for guard in self._guards:
             guard.settle()
 
     def activity(self) -> tuple[int, int]:
-        """Returns running counts of the calls to stages, of the tokens that they drafted, and of the calls that the
-        gate saved."""
+        """Returns running counts of calls to stages, drafted tokens, and calls that the gate avoided."""
         counters = [stage.counters for stage in self._stages]
         asked, drafted = sum(each.asked for each in counters), sum(each.drafted for each in counters)
         return asked, drafted + sum(stage.num_spared for stage in self._stages)

@@ -1,6 +1,6 @@
-"""A lookup and a model, or a drafter of vLLM's, that draft together on the device, in tensors. Nothing here waits for
-the device or branches on a tensor's values, so a CUDA graph may record it. The host chooses how many steps a model
-drafts. R: requests, K: max tokens of a draft."""
+"""A lookup together with a model or a drafter of vLLM, on the device and in tensors. Nothing here waits for the device
+or branches on a tensor's values, so a CUDA graph may record it. The host chooses how many steps a model drafts. R:
+requests, K: max tokens of a draft."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,12 +21,12 @@ LOOKUP, MODEL = range(2)  # the stages
 
 
 class DeviceBatch(NamedTuple):
-    """The rows that draft in a step.
+    """The drafting rows of a step.
 
     Args:
-        slots: [R] int64, of their requests.
+        slots: [R] int64, the requests' slots.
         num_steps: the tokens that a model drafts for each.
-        longest: max tokens of a text; None: a graph is recorded, which must fit any text.
+        longest: upper bound of a text's tokens; None while a graph is recorded, which must fit any text.
         rates: whether the confidence of tokens is needed.
         on_logits: gets the logits of a model's steps.
     """
@@ -41,11 +41,13 @@ class DeviceBatch(NamedTuple):
 
 class DeviceSource(Protocol):
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """Drafts at most max_tokens [R] int32 tokens a row; returns them joined with `prefix`, an earlier draft."""
+        """Drafts at most max_tokens [R] int32 tokens per row, and returns them joined with `prefix`, an earlier
+        draft."""
 
 
 class DeviceCascade:
-    """A lookup and a second stage as the proposer behind a fault barrier: their guards and counters, see Cascade."""
+    """The proposer behind the fault barrier for a lookup and a second stage: holds their guards and counters, as
+    Cascade does."""
 
     def __init__(self, configs: Sequence[StageConfig], proposers: Sequence[Any], context: ProposerContext):
         stages = enumerate(zip(configs, proposers, strict=True))
@@ -63,9 +65,9 @@ class DeviceCascade:
 
 
 class DeviceModel:
-    """A model proposer, alone or after a lookup. If it can be fed tokens, it continues the lookup's draft; otherwise it
-    drafts where the lookup has no draft. `tracker` rates drafts by their `worth`, where that is asked for; `depth` is
-    the max tokens of the model's drafts."""
+    """A model proposer, alone or after a lookup. It continues the lookup's draft if it can read draft tokens, and
+    otherwise drafts where the lookup has no draft. `tracker` rates drafts by their `worth` on request; `depth` limits
+    the tokens of the model's drafts."""
 
     def __init__(self, proposer: ModelProposer, tracker: Any = None, depth: int = 0):
         self.proposer, self._tracker, self._depth = proposer, tracker, depth
@@ -99,7 +101,7 @@ class DeviceModel:
         return drafts._replace(logits=steps.logits)
 
     def steps(self, batch: DeviceBatch, prefix: DraftArrays | None = None) -> Steps:
-        """Runs the model token by token after each row's newest token, or after the tokens of a prefix."""
+        """Runs the model token by token, after each row's newest token or after the tokens of a prefix."""
         assert batch.target is not None
         followed = None if prefix is None else (prefix.token_ids, prefix.num_draft)
         return self.proposer.draft_steps(batch.target, batch.num_steps, batch.on_logits, batch.rates, followed)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """A stage, or a stage that has checked the drafts of others."""
+    """A stage, possibly one that checks the drafts of others."""
 
     index: int
     method: Method
@@ -29,16 +29,17 @@ class Source(Protocol):
     counters: StageCounters
 
     def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        """Returns how many of these tokens, [num_reqs], it may draft, by its K and the requests' options."""
+        """Limits these numbers of tokens, [num_reqs], by the stage's K and the requests' options."""
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts at most max_tokens [num_reqs] tokens for each request, after its history and its draft's prefix."""
+        """Drafts at most max_tokens [num_reqs] tokens for each request, after its history and the prefix of its
+        draft."""
 
 
 class Stage:
-    """A proposer of a cascade. Only a lookup and a model continue the drafts of other stages. Where every rank of a
-    tensor-parallel group drafts, a proposer on the host is asked on rank 0 alone, since faults and times differ between
-    ranks. `gate` decides when a proposer on the host that does not pay is asked; None: in every step."""
+    """A proposer of a cascade. Only a lookup and a model continue the drafts of other stages. If every rank of a
+    tensor-parallel group drafts, only rank 0 asks a proposer on the host, since faults and times differ between ranks.
+    `gate` decides when to ask a proposer on the host that does not pay; None: in every step."""
 
     def __init__(
         self, index: int, config: StageConfig, name: str, proposer: Any, context: ProposerContext, gate: "Gate | None"
@@ -54,8 +55,8 @@ class Stage:
 
     @cached_property
     def guard(self) -> Guard | None:
-        """The guard of a proposer on the host, or of a drafter of vLLM's, which every rank runs in the engine's thread.
-        A proposer that runs the target has none: it fails with the cascade."""
+        """The guard of a proposer on the host, or of a drafter of vLLM, which every rank runs in the engine's thread. A
+        proposer that runs the target has no guard: it fails with the cascade."""
         if self.method.runs_target:
             return None
         index, _, method = self.title.partition(" ")
@@ -96,7 +97,7 @@ class Stage:
         return drafts
 
     def draft_ahead(self, batch: DraftBatch, max_tokens: Ints) -> DraftArrays:
-        """Drafts before the step's drafting, which takes the same drafts."""
+        """Drafts ahead of the step's drafting, which then uses these drafts."""
         drafts = self.draft(batch, None, max_tokens)
         self._ahead = _step_of(batch), drafts
         return drafts

@@ -1,12 +1,12 @@
 """The policy `verify`: a model stage checks the tokens of a cheaper one before the target does.
 
 This is staged speculative decoding (Spector and Re 2023; Chen et al. 2023, "Cascade speculative drafting"): the model
-stage checks a cheap draft in one forward pass, corrects it and extends it. The resulting tokens are those that the
-model stage alone would draft. Proof: given the tokens before it, the stage's choice at a position is a function of its
-logits and of noise that depends on (seed, position) alone. A cheap token is accepted only if it is that choice, and is
-replaced by it otherwise; by induction over the positions every token is the stage's choice, with the stage's q. Two
-model stages that share their noise agree about as often as any acceptance rule could make them (Daliri et al. 2025,
-"Coupling without communication").
+stage checks a cheap draft in one forward pass, corrects it and extends it. The resulting tokens are the ones that the
+model stage would draft alone. Proof: given the tokens before it, the stage's choice at a position is a function of its
+logits and of noise that depends on (seed, position) alone. A cheap token is accepted only if it is that choice, and
+otherwise replaced by it. By induction over the positions, every token is the stage's choice, with the stage's q. Two
+model stages that share their noise agree about as often as any acceptance rule permits (Daliri et al. 2025, "Coupling
+without communication").
 """
 
 import time
@@ -44,11 +44,11 @@ class Checked:
         self.method, self.proposer = stage.method, stage.proposer
 
     def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        """Returns max_tokens: any stage that a request allows may draft for it."""
+        """Returns max_tokens, since any stage that a request allows may draft for it."""
         return max_tokens
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts as Stage.draft does. Requests that do not allow the model stage get the cheap draft, unchecked."""
+        """Drafts as Stage.draft does. Requests that do not allow the model stage get the unchecked cheap draft."""
         drafts = self._checked(batch, prefix, self._stage.limits(batch, max_tokens))
         allowed = allows(batch.options, self._stage.name)
         if allowed is None:
@@ -128,13 +128,13 @@ def _array(tensor: torch.Tensor, dtype: Any) -> Any:
 
 
 def checked(stages: Sequence[Stage]) -> Source:
-    """Returns the source of the last stage, which checks the drafts of those before it."""
+    """Returns the source of the last stage, which checks the drafts of the stages before it."""
     *cheaper, stage = stages
     return Checked(checked(cheaper), stage) if cheaper else stage
 
 
 class CheckedOnDevice(DeviceModel):
-    """The policy `verify` on the device: the model drafts all tokens, as it would alone and in as many steps. Where it
+    """The policy `verify` on the device: the model drafts all tokens, in as many steps as it would alone. If it
     confirms a token of the lookup, that token's acceptance probability rises."""
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:

@@ -1,6 +1,5 @@
-"""The configuration has one frozen dataclass per method, and checks it field by field.
-
-A refusal is one sentence with the field, the value and the allowed values. Nothing here imports vLLM.
+"""The configuration: one frozen dataclass per method, checked field by field. An error is one sentence with the field,
+the value and the allowed values. Nothing here imports vLLM.
 """
 
 from vllm_specplugins.config.fields import (

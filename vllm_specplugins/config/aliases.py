@@ -1,4 +1,4 @@
-"""vLLM's names of fields that are accepted for ours where they mean the same."""
+"""Accepts vLLM's names for fields that mean the same as ours."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ VERIFICATION = "rejection_sample_method"
 
 
 def with_our_names(method: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a method's fields with our names; one line of the log says what vLLM's became.
+    """A copy of a method's fields under our names; one log line reports each translation.
 
     Raises:
         ConfigError: a field is given twice, or vLLM's field has a value without an equivalent.

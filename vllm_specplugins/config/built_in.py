@@ -73,12 +73,12 @@ class BuiltInConfig:
 
 
 def built_in_stage(config: SpecConfig) -> StageConfig | None:
-    """The stage of a cascade that is built into vLLM, if there is one."""
+    """The cascade's stage that is built into vLLM, if any."""
     return next((stage for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)), None)
 
 
 def check_built_in(config: SpecConfig) -> None:
-    """Raises ConfigError for more than one such stage, or for a draft beside it that vLLM's sampler cannot verify."""
+    """Raises ConfigError for more than one such stage, or if vLLM's sampler cannot verify another stage's drafts."""
     names = [stage.method for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)]
     if len(names) > 1:
         raise ConfigError(

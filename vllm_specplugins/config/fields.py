@@ -1,4 +1,4 @@
-"""What a field of a configuration may be, and the sentence that refuses it."""
+"""The allowed values of configuration fields, and the sentence that refuses other values."""
 
 import difflib
 import os
@@ -40,16 +40,16 @@ GONE = {
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message is one sentence for the user."""
+    """The configuration cannot be used; the message is one sentence for the user."""
 
 
 def checked(allowed: str, fits: Callable[[Any], bool], default: Any = MISSING) -> Any:
-    """A dataclass field for values that `fits`; docs and refusals say what is `allowed`."""
+    """A dataclass field for values that satisfy `fits`; docs and error messages quote `allowed`."""
     return field(default=default, metadata={"allowed": allowed, "fits": fits})
 
 
 def optional(entry: Any) -> Any:
-    """Makes a field optional: its default is None."""
+    """Makes a field optional, with the default None."""
     allowed, fits = entry.metadata["allowed"], entry.metadata["fits"]
     return checked(f"{allowed} or null", lambda value: value is None or fits(value), None)
 
@@ -66,7 +66,7 @@ def number(default: float, low: float, high: float) -> Any:
 
 
 def path() -> Any:
-    """A dataclass field for the path of a file or a folder."""
+    """A dataclass field for the path of a file or folder."""
     return checked("a path", _is_path)
 
 
@@ -90,7 +90,7 @@ def _is_path(value: Any) -> bool:
 
 
 def check_fields(config: Any, method: str) -> None:
-    """Parses fields that have a parser, and raises ConfigError for the first value that is not allowed."""
+    """Parses the fields that have a parser. Raises ConfigError for the first value that is not allowed."""
     for entry in fields(config):
         value, metadata = getattr(config, entry.name), entry.metadata
         if "parsed" in metadata:
@@ -114,7 +114,7 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object) -> str:
-    """`value` as an error message quotes it: at most 60 characters of its repr."""
+    """Quotes `value` for an error message: at most 60 characters of its repr."""
     return _cut(_Brief().repr(value), 60)
 
 

@@ -1,5 +1,5 @@
-"""K, the largest number of draft tokens of a request in one step, and that of each stage: the defaults, the target's
-part in them, and the K that fits a step."""
+"""K, the largest number of draft tokens of a request in one step, for a method and for each stage: the defaults, which
+may depend on the target, and the largest K that fits into a step."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -11,7 +11,7 @@ LONG = 31  # default of K for copies: a draft costs nothing, and is accepted who
 
 
 def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecConfig:
-    """A copy with the default K, and that of a cascade's stages; the target may change it."""
+    """A copy with the default K of the method and of its stages; the target may change it."""
     # Drawn drafts need the logits of each place, K rows of the vocabulary for each request.
     if config.parts[0].method not in lookups or "probabilistic" in sample_methods(config):
         return config.with_length(SHORT)
@@ -23,8 +23,8 @@ def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecCon
 
 
 def with_length_for_target(config: SpecConfig, num_heads: Callable[[str], int], has_state: bool) -> SpecConfig:
-    """A copy with the default K that the target allows: few tokens if it keeps a state for each. `num_heads` reads how
-    many heads a folder of Medusa's has, which is K where the user sets none."""
+    """A copy with the default K that the target allows: a small one if the target stores a state per token. `num_heads`
+    counts the Medusa heads in a folder, which is K unless the user sets it."""
     kind, stages = MedusaConfig, list(config.stages)
     if isinstance(config.method_config, kind) and not config.says_length:
         config = config.with_length(num_heads(config.method_config.heads))
@@ -37,7 +37,7 @@ def with_length_for_target(config: SpecConfig, num_heads: Callable[[str], int], 
 
 
 def shortened(config: SpecConfig, length: int) -> SpecConfig:
-    """A copy with this K, and no larger one of a stage."""
+    """A copy with this K, which also limits the K of each stage."""
     lengths = [min(stage.num_speculative_tokens or length, length) for stage in config.stages]
     stages = [replace(stage, num_speculative_tokens=num) for stage, num in zip(config.stages, lengths, strict=True)]
     config = replace(config.with_length(length), says_length=True)

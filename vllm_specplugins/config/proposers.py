@@ -1,4 +1,4 @@
-"""One frozen dataclass per method; a whole configuration checks its fields (whole.py)."""
+"""One frozen dataclass per method; whole.py checks the fields of a whole configuration."""
 
 import os
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ NOT_WITH_TREE = ("learn", "look_ahead")  # fields that do not go with `tree`
 
 
 def redis_url(value: str) -> str:
-    """The address that a field holds or, as "env:NAME", names; "" if the variable is not set."""
+    """The address in a field, or in the variable that "env:NAME" names; "" if that variable is not set."""
     return os.environ.get(value[4:], "") if value.startswith("env:") else value
 
 
@@ -127,7 +127,7 @@ class PartConfig:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the trained part goes on learning while it serves."""
+        """Whether the trained part learns while it serves."""
         return self.learn is not None
 
 
@@ -169,12 +169,12 @@ class EarlyExitConfig(PartConfig):
 
     @property
     def drafting_layers(self) -> int | tuple[int, ...]:
-        """How many of the first layers draft, or which layers do."""
+        """The number of first layers that draft, or the indices of the drafting layers."""
         return self.layers or self.exit_layer
 
     @property
     def one_pass(self) -> bool:
-        """Whether one pass, which is fed states in place of tokens, drafts all tokens."""
+        """Whether one pass drafts all tokens, from states instead of tokens."""
         return self.look_ahead is not None
 
 

@@ -1,4 +1,4 @@
-"""The field `tree` of a method: its drafts are verified as trees (proposers/tree.py)."""
+"""The field `tree` of a method: drafts are verified as trees (proposers/tree.py)."""
 
 from dataclasses import replace
 from itertools import product
@@ -10,7 +10,7 @@ from vllm_specplugins.config.whole import SpecConfig, methods_of, rule, sample_m
 
 
 def chain_length(num_nodes: int) -> int:
-    """Tokens of the chain in a tree of that size: about a third.
+    """The number of chain tokens in a tree of this size: about a third.
 
     >>> [chain_length(num_nodes) for num_nodes in (1, 4, 7, 15, 31)]
     [1, 2, 3, 6, 11]
@@ -19,8 +19,8 @@ def chain_length(num_nodes: int) -> int:
 
 
 def sibling_places(num_nodes: int) -> list[tuple[int, int]]:
-    """Depths and turns of the nodes in a tree of sampled drafts, which must not depend on the drafts: those with the
-    smallest depth + 2 * turn, since a later sibling is accepted less often than a deeper token.
+    """Depths and sibling turns of the nodes in a tree of sampled drafts. They must not depend on the drafts, so the
+    nodes with the smallest depth + 2 * turn are taken: a later sibling is accepted less often than a deeper token.
 
     >>> sibling_places(7)
     [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
@@ -30,10 +30,11 @@ def sibling_places(num_nodes: int) -> list[tuple[int, int]]:
 
 
 def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
-    """A copy in which K is the tree's size, and a stage beside a lookup drafts its chain; the same one without `tree`.
+    """A copy in which K is the tree's size, and the stage after a lookup drafts the chain. Without `tree`, returns the
+    configuration unchanged.
 
     Raises:
-        ConfigError: a stage has a tree, or another field does not go with the tree of the method.
+        ConfigError: a stage has a tree, or another field is incompatible with the method's tree.
     """
     for index, stage in enumerate(config.stages):
         if getattr(stage.method_config, "tree", None):

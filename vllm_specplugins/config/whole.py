@@ -1,4 +1,4 @@
-"""A whole `speculative_config`: the fields of every method, and those of the method or of its stages."""
+"""A whole `speculative_config`: the common fields, and those of the method or of its stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -67,11 +67,11 @@ class SpecConfig:
 
     @property
     def parts(self) -> "tuple[StageConfig | Self, ...]":
-        """The stages of a cascade, or this method."""
+        """The stages of a cascade, or the single method."""
         return self.stages or (self,)
 
     def with_length(self, length: int) -> Self:
-        """A copy with another default of K."""
+        """A copy with this default of K."""
         return replace(self, common=replace(self.common, num_speculative_tokens=length), says_length=False)
 
     def with_stages(self, stages: Iterable[StageConfig]) -> Self:
@@ -106,17 +106,17 @@ class SpecConfig:
 
 
 def stage_configs(config: SpecConfig, kind: type[T]) -> list[T]:
-    """The configurations of the method or of its stages that are of one kind."""
+    """The configurations of this kind among the method and its stages."""
     return [part.method_config for part in config.parts if isinstance(part.method_config, kind)]
 
 
 def methods_of(config: SpecConfig) -> list[str]:
-    """The methods of a cascade's stages, or the one method."""
+    """The methods of a cascade's stages, or the single method."""
     return [part.method for part in config.parts]
 
 
 def stage_names(methods: Sequence[str]) -> list[str]:
-    """The names of stages in options: the method, with its number if several stages have the same method.
+    """The names of stages in options: the method, with the stage's index if several stages have the same method.
 
     >>> stage_names(["prompt_lookup", "early_exit", "early_exit"])
     ['prompt_lookup', '1 early_exit', '2 early_exit']
@@ -125,7 +125,7 @@ def stage_names(methods: Sequence[str]) -> list[str]:
 
 
 def rule(config: SpecConfig) -> str | None:
-    """A cascade's policy, or "first" without a gate; None if the method is not a cascade."""
+    """The policy of a cascade, "first" without a gate; None for other methods."""
     if not isinstance(config.method_config, CascadeConfig):
         return None
     policy = config.method_config.policy
@@ -133,13 +133,13 @@ def rule(config: SpecConfig) -> str | None:
 
 
 def sample_methods(config: SpecConfig) -> set[str]:
-    """Each `draft_sample_method` in a method."""
+    """Each `draft_sample_method` in the method or its stages."""
     methods = [getattr(part.method_config, "draft_sample_method", None) for part in config.parts]
     return {method for method in methods if method is not None}
 
 
 def check_stages(config: SpecConfig) -> None:
-    """Raises ConfigError for stages that do not fit each other, the policy or the cascade's K."""
+    """Raises ConfigError for stages that are incompatible with each other, the policy or the cascade's K."""
     for index, stage in enumerate(config.stages):
         num = stage.num_speculative_tokens
         if num is not None and not is_integer(num, 1, config.length):
