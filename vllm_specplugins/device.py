@@ -26,8 +26,8 @@ class DeviceTexts(NamedTuple):
 
 
 class DeviceDraft(NamedTuple):
-    """A draft for each row. The engine drops tokens past `max_tokens`, and a draft's rest from a token outside the
-    vocabulary on.
+    """A draft for each row. The engine drops tokens past `max_tokens`, and cuts a draft before a token outside the
+    vocabulary.
 
     Args:
         token_ids: [num_reqs, <= K] int32 or int64, arbitrary after num_draft.

@@ -1,4 +1,4 @@
-"""vLLM's configuration for one of its drafters that is a stage of a cascade."""
+"""vLLM's configuration of a vLLM drafter that is a stage of a cascade."""
 
 import copy
 import logging
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: SpecConfig, common: dict[str, Any]) -> T:
-    """An object of this subclass of vLLM's SpeculativeConfig, as vLLM makes one for the stage. Raises ConfigError."""
+    """Creates an object of this subclass of vLLM's SpeculativeConfig as vLLM would for the stage. Raises
+    ConfigError."""
     is_models_length = stage.method == "mtp" and not (stage.num_speculative_tokens or config.says_length)
     if not is_models_length:
         common["num_speculative_tokens"] = stage.num_speculative_tokens or config.length
@@ -49,7 +50,7 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
 
 
 def refuse_second_owner(theirs: Any) -> None:
-    """Raises ConfigError for a drafter of a later vLLM that looks tokens up or trims drafts itself."""
+    """Raises ConfigError if a later vLLM's drafter performs lookups or trims drafts itself."""
     kind = type(theirs).__name__
     if "Ngram" in kind or "Suffix" in kind or hasattr(theirs, "num_valid_drafts_for_trim"):
         raise ConfigError(
@@ -58,7 +59,7 @@ def refuse_second_owner(theirs: Any) -> None:
 
 
 def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy for the stage that is built into vLLM, with the K of that stage."""
+    """A copy for the built-in stage, with the stage's K."""
     alone = copy.copy(vllm_config)
     alone.speculative_config = copy.copy(vllm_config.speculative_config)
     alone.speculative_config.num_speculative_tokens = vllm_config.speculative_config.built_in_tokens
@@ -66,7 +67,7 @@ def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy for our drafts beside that stage."""
+    """A copy for our drafts, without that stage."""
     alone = copy.copy(vllm_config)
     alone.speculative_config = copy.copy(vllm_config.speculative_config)
     alone.speculative_config.draft_model_config = vllm_config.speculative_config.target_model_config
@@ -84,6 +85,6 @@ def _first_sentence(error: Exception) -> str:
 
 
 def reads_lengths_on_host(speculative_config: Any) -> bool:
-    """Whether vLLM's drafter takes its longest query from the lengths that the host knows."""
+    """Whether vLLM's drafter derives its longest query from lengths on the host."""
     config = speculative_config
     return config.method == "draft_model" or (config.built_in is not None and config.use_multi_module_mtp())

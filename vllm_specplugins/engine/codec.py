@@ -1,4 +1,4 @@
-"""Token ids as the bytes of their text, and back, by the target's tokenizer."""
+"""Converts token ids to the bytes of their text and back, with the target's tokenizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,13 +7,14 @@ from llguidance.hf import from_tokenizer
 
 
 def byte_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
-    """llguidance's tokenizer for one of vLLM's, which may have fewer tokens than the model; ValueError: a slow one."""
+    """llguidance's version of a vLLM tokenizer, which may have fewer tokens than the model. Raises ValueError for a
+    slow tokenizer."""
     of_mistral = getattr(tokenizer, "llg_tokenizer", None)
     return of_mistral or from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
 class TextCodec:
-    """A `draft.Codec`. ValueError: the engine has no tokenizer, or a slow one."""
+    """A `draft.Codec`. Raises ValueError if the engine has no tokenizer, or a slow one."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         if tokenizer is None:

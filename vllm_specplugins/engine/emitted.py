@@ -95,7 +95,8 @@ class CountsEmitted:
         setattr(scheduler_output, STEPS, self._watch.taken())
 
     def has_finished_requests(self) -> bool:
-        """Also true until the worker has the last totals, which take an empty step if scheduling is asynchronous."""
+        """Also true until the worker has received the last totals, which takes an empty step if scheduling is
+        asynchronous."""
         return self._sent is not self._emitted or super().has_finished_requests()  # type: ignore[misc]
 
 

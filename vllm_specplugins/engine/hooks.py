@@ -1,4 +1,4 @@
-"""Calls our functions beside vLLM's, or temporarily in their place."""
+"""Calls our functions around vLLM's, or temporarily in their place."""
 
 import functools
 import sys
@@ -20,7 +20,8 @@ def both(first: Any, second: Any) -> Any:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Makes a method of vLLM call `around`, with the method as the first argument; once per process."""
+    """Makes a method of vLLM call `around`, with the original method as the first argument. Applied once per
+    process."""
     original = getattr(owner, name)
     if getattr(original, "around", None) == around:  # bound methods are equal, never the same
         return

@@ -1,4 +1,4 @@
-"""Parts that learn while they serve: their learner, and the last modules of the target, which training needs."""
+"""Parts that learn while they serve: the learner, and the target's last modules, which training needs."""
 
 import logging
 from dataclasses import replace
@@ -21,7 +21,7 @@ _TOLERANCE = 0.03  # of the largest logit
 
 
 def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner | None:
-    """The learner of the proposer, or of a stage of a cascade, for a loaded target; None: nothing learns."""
+    """The learner of the proposer or of a cascade's stage, for a loaded target; None if nothing learns."""
     stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
     learning = (stage for _, stage in stages if isinstance(stage, ModelProposer) and stage.config.is_trained)
     if (stage := next(learning, None)) is None:
@@ -44,8 +44,8 @@ def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner 
 
 
 def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None:
-    """The last modules of a loaded model, from which its logits follow; None, with a line in the log, if they do
-    not."""
+    """The last modules of a loaded model, which compute its logits. If they cannot be used, logs a line and returns
+    None."""
     with torch.inference_mode(False), torch.no_grad():
         try:
             end = _read(model, num_layers, vocab_size)

@@ -1,4 +1,4 @@
-"""The front process's part of the kernel check: its environment variable and the shapes to check.
+"""The kernel check in the front process: its environment variable and the shapes to check.
 
 VLLM_SPECPLUGINS_SELF_CHECK: "0" skips the check; "only" prints the result and exits before the engine starts.
 """
@@ -17,7 +17,7 @@ VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
 
 
 def stop_if_only(vllm_config: Any) -> None:
-    """With "only": checks the kernels and ends the program, with 1 if a kernel differs, else 0.
+    """With "only", checks the kernels and exits, with status 1 if a kernel differs, otherwise 0.
 
     Raises:
         ConfigError: the variable has an invalid value.
@@ -58,6 +58,6 @@ def value() -> str:
 
 
 def device() -> torch.device | None:
-    """The device of the kernels; None for a CPU, which runs the references."""
+    """The device that runs the kernels; None for a CPU, which runs the references."""
     name = current_platform.device_type
     return None if name == "cpu" else torch.device(name)

@@ -1,4 +1,4 @@
-"""The conditions of drafts that are trees, checked before an engine loads anything, and the name of their attention."""
+"""The requirements of draft trees, checked before an engine loads anything, and the name of their attention backend."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ def register() -> None:
 
 
 def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
-    """EngineArgs fields that choose the attention of trees. Raises ConfigError: the user asks for another backend."""
+    """The EngineArgs fields that select the attention backend of trees. Raises ConfigError if the user asks for another
+    backend."""
     if not config.longest_chain:
         return {}
     asked = [engine_args.attention_backend, getattr(engine_args.attention_config, "backend", None)]

@@ -1,4 +1,4 @@
-"""Shared by the verification of both runners: the drafts' random numbers, and the logits' edits after a draft."""
+"""Parts of verification for both runners: the random numbers of drafts, and the edits of logits after a draft."""
 
 import torch
 
@@ -18,7 +18,7 @@ def edit_drafted(
     counts: torch.Tensor | None = None,  # [N]
 ) -> torch.Tensor:
     """Implements `Target.edit` for requests of these states, in float32: verification's edits after T draft tokens, or
-    after `counts` of them, which waits for the device."""
+    after `counts` tokens, for which it waits for the device."""
     num_rows, num_drafts = drafts.shape
     steps = torch.arange(num_drafts + 1, device=logits.device)
     numbers = drafts.new_full((num_rows,), num_drafts) if counts is None else counts

@@ -1,4 +1,4 @@
-"""vLLM's workers with our proposer in their model runner, the classes that `worker_cls` names. Names in vLLM's modules
+"""The classes that `worker_cls` names: vLLM's workers with our proposer in their model runner. Names in vLLM's modules
 are replaced only while a runner is built; other functions are set on that runner. Lasting patches of vLLM have the kind
 "patch" in vllm_api/replaced.toml."""
 
@@ -88,7 +88,7 @@ class _WithProposer:
         return self._reporter.attach(output) if self._reports else output
 
     def shutdown(self) -> None:
-        """Saves our stages' files before vLLM ends, which may be before `init_device` has."""
+        """Saves the files of our stages before vLLM ends, possibly before `init_device` has run."""
         try:
             if hasattr(self, "_barrier"):
                 self._barrier.settle()
@@ -104,7 +104,7 @@ class _WithProposer:
         return stages_of(self._barrier.proposer, self._reporter.method)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Ends drafts at the context that vLLM fits to its memory (`--max-model-len auto`)."""
+        """Limits drafts to the context that vLLM fits to its memory (`--max-model-len auto`)."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
         for _, stage in stages_of(self._barrier.proposer, ""):
             if is_ours(stage, "set_max_model_len"):
@@ -120,7 +120,7 @@ class _WithProposer:
         return self._reporter.steps.rows()
 
     def specplugins_paused(self, ms: float) -> None:
-        """Subtracts a pause of the engine from the step times of a gate, for `LLM.collective_rpc`."""
+        """Subtracts a pause of the engine from the gate's step times, for `LLM.collective_rpc`."""
         self._barrier.paused_ms += ms
 
     def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:
@@ -141,7 +141,7 @@ class _WithProposer:
 
 
 def gives_output() -> bool:
-    """Whether this rank returns a step's output to vLLM. Such a rank drafts for the others, and saves."""
+    """Whether this rank returns a step's output to vLLM. This rank drafts for the others and saves files."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pp_group = get_pp_group()
@@ -149,7 +149,7 @@ def gives_output() -> bool:
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) -> FaultBarrier:
-    """The proposer behind its fault barrier. `build` belongs to a speculator that drafts on the device."""
+    """The proposer behind its fault barrier. A speculator that drafts on the device passes `build`."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     if not speculative_config.plan.on_device:

@@ -1,1 +1,2 @@
-"""Adaptive verification on the device: `trimming.py` enables vLLM's, `budget.py` chooses the number of draft tokens."""
+"""Adaptive verification on the device: `trimming.py` enables vLLM's, and `budget.py` chooses the number of draft
+tokens."""

@@ -1,9 +1,8 @@
-"""Model Runner V2: the number of draft tokens that a step verifies, in place of vLLM's adaptive verification.
-
+"""Model Runner V2: chooses the number of draft tokens that a step verifies, in place of vLLM's adaptive verification.
 The host chooses the number with the best rate of tokens per ms, from acceptance probabilities that are a step old,
 vLLM's tables of step times and the prices of context (measure_prices). The device distributes it by the newest
-probabilities in one launch (kernels/budget), or in none where verifying all drafts costs about nothing. S: slots of
-requests, K: max draft tokens.
+probabilities in one launch (kernels/budget); if verifying all drafts costs almost nothing, no launch is needed. S:
+slots of requests, K: max draft tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ DECAY = 0.8  # per step after one without a match, of a request's mean survival
 
 class AcceptProbs(NamedTuple):
     """The acceptance probability of each token of the newest drafts, [S + 1, K] float32: on the device, in memory that
-    the host reads, and as the host's view, which may be a step older, or newer in part."""
+    the host can read, and as the host's view, which may be a step older, or partly newer."""
 
     newest: torch.Tensor
     mapped: torch.Tensor
@@ -36,7 +35,8 @@ class AcceptProbs(NamedTuple):
 
 
 def new_accept_probs(num_slots: int, max_num_draft: int, device: torch.device) -> AcceptProbs | None:
-    """None if ranks might read different values and run different graphs; vLLM then copies them after an event."""
+    """Allocates AcceptProbs. None if ranks might read different values and run different graphs; vLLM then copies the
+    probabilities after an event."""
     shape = num_slots + 1, max_num_draft
     newest = torch.ones(shape, dtype=torch.float32, device=device)
     if get_tp_group().world_size > 1 or not buffer_utils.is_uva_available():
@@ -60,8 +60,8 @@ def best_budget(
     limit: int,
 ) -> int:
     """The number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens. A lookup
-    without a match has probability 0. A request therefore also scores by the mean of its matches in steps after one
-    without a match, so that the first match gets a budget."""
+    without a match has probability 0. After a step without a match, a request therefore also scores by the mean of its
+    earlier matches, so that the next match gets a budget."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         survival, had = 1.0, had_none[slot]
@@ -91,7 +91,7 @@ class Budget:
 
     Args:
         accept_probs: None: vLLM's.
-        edits_any: whether one of these slots, [R], asks for edits of its logits; a step copies the logits for them.
+        edits_any: whether any of these slots, [R], has edits of its logits, for which a step copies the logits.
         max_model_len: the longest context; 0: only vLLM's table prices contexts.
 
     Attributes:
@@ -130,7 +130,7 @@ class Budget:
             manager.record_confidences = lambda *_: None  # drafting has written them
 
     def add_request(self, slot: int) -> None:
-        """Expects all of a new request's first draft to be accepted."""
+        """Assumes that a new request's first draft will be accepted as a whole."""
         self._add(slot)
         self._mean_survival[slot], self._had_none[slot] = 0.0, False
         if self._probs is not None:
@@ -170,7 +170,7 @@ class Budget:
         return context
 
     def costs(self) -> dict[str, float]:
-        """Seconds of the newest step without drafts, and of each draft token if all are verified."""
+        """Seconds of the newest step without drafts, and of each draft token if all tokens are verified."""
         (step_ms, token_ms, num_fixed, total), (_, verify_ms) = self._step, self._manager.cost_tables or (None, [0, 0])
         table_ms = (verify_ms[total] - verify_ms[num_fixed]) / max(1, total - num_fixed)
         return {"step": (step_ms + verify_ms[num_fixed]) / 1000, "draft_token": (token_ms + table_ms) / 1000}
@@ -197,7 +197,7 @@ class Budget:
         return self._compact(num_drafts, num_tokens, cu_num_logits)
 
     def reallocate_drafts(self, request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        """Returns where the rows' logits and tokens begin, and the total of draft tokens."""
+        """Returns the indices at which the rows' logits and tokens begin, and the total number of draft tokens."""
         num_reqs, layout, (num_drafts, num_tokens, starts) = len(request_ids), self._layout, self._counts
         # vLLM 0.33 also returns the admitted numbers, where sampling is sharded by batch: then nothing is trimmed.
         more = (None,) if hasattr(self._manager, "_copy_admitted_drafts_to_host") else ()
@@ -237,20 +237,19 @@ _REPLAYS = 5  # of each batch; their median counts
 
 
 class Prices(NamedTuple):
-    """Milliseconds per token of context: of a request that reads it, and of a draft token that attends to it."""
+    """Milliseconds per token of context: for a request that reads the context, and for a draft token that attends to
+    it."""
 
     read_ms: float = 0.0
     attend_ms: float = 0.0
 
 
 def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], None]) -> None:
-    """Makes vLLM's profile measure prices and calls `use` with them; all ranks get the same ones. `manager` is vLLM's,
-    of adaptive verification.
-
-    The profile times requests of one token with 8,192 tokens of context each, so its table prices a draft token as one
-    more request, although it reads no more keys and values than its request does. The table's batches therefore have no
-    context here, and four more measure what a context adds. VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN turns this
-    off."""
+    """Makes vLLM's profile measure prices, and calls `use` with them; all ranks get the same prices. `manager` is
+    vLLM's manager of adaptive verification. vLLM's profile times requests of one token with 8,192 tokens of context
+    each. Its table therefore prices a draft token like another request, although the token reads the same keys and
+    values as its request. Here the table's batches have no context, and four more batches measure the cost of a
+    context. VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN turns this off."""
     if envs.is_set(_CONTEXT_LEN):
         return
     theirs, set_theirs = manager.batches_to_profile, manager.set_initial_cost_curves

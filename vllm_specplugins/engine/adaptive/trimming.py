@@ -1,5 +1,5 @@
-"""vLLM's adaptive verification trims drafts on the device, where their true lengths are known, under asynchronous
-scheduling, too: it verifies draft tokens with an acceptance probability (0 without a match) that is worth their cost.
+"""Enables vLLM's adaptive verification, which trims drafts on the device, where their true lengths are known even under
+asynchronous scheduling. It verifies a draft token if its acceptance probability (0 without a match) justifies its cost.
 Without it the scheduler plans a draft's length from the last one (v2/scheduler.py)."""
 
 import logging
@@ -16,8 +16,8 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls vLLM's `initialize_kv_cache`, which knows the attention backends and makes the manager of adaptive
-    verification: if a backend cannot trim drafts, the engine plans their lengths instead of ending."""
+    """Calls vLLM's `initialize_kv_cache`, which knows the attention backends and creates the manager of adaptive
+    verification. If a backend cannot trim drafts, the engine plans their lengths instead of stopping."""
     create = model_runner.maybe_create_adaptive_verification_manager
 
     def created(**arguments: Any) -> Any:

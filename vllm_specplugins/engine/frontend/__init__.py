@@ -1,2 +1,2 @@
-"""The code for the process that receives requests: the entry point (plugin.py), vLLM's configuration with ours in it
+"""Code of the process that receives requests: the entry point (plugin.py), vLLM's configuration that carries ours
 (spec_config.py), and the options of requests (options.py)."""

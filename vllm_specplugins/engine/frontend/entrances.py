@@ -1,6 +1,6 @@
-"""Checks in the engine the options of requests that bypass our front end, which runs in vLLM's Python API server and in
-`LLM`: those of vLLM's front end in Rust and of clients of the engine core. Options that our front end has checked carry
-a tenant in bytes, which JSON cannot hold."""
+"""Checks, in the engine, the options of requests that bypass our front end: requests from vLLM's Rust front end and
+from clients of the engine core. Our front end runs in vLLM's Python API server and in `LLM`. Options that it has
+checked carry a tenant as bytes, which JSON cannot express."""
 
 import copy
 import logging
@@ -35,7 +35,7 @@ class EngineOptions(OptionsResolver):
         self._logged = set[str]()
 
     def options_of(self, params: Any) -> Options:
-        """A request's checked options; empty if one of them is refused, which is logged once."""
+        """A request's checked options. If one is refused, the result is empty, and the first refusal is logged."""
         try:
             mine = self.resolved(params)
             return dict(mine.extra_args["specplugins"])
@@ -61,7 +61,7 @@ class EngineOptions(OptionsResolver):
 
 
 def check_front_end(vllm_config: VllmConfig) -> None:
-    """Logs the limits of vLLM's front end in Rust. Raises ConfigError: the port of our metrics is invalid."""
+    """Logs the limits of vLLM's Rust front end. Raises ConfigError if the port of our metrics is invalid."""
     port_of(vllm_config)
     if envs.VLLM_USE_RUST_FRONTEND and vllm_config.parallel_config._api_process_rank == -1:  # `vllm serve` starts it
         logger.warning(RUST)

@@ -1,5 +1,5 @@
-"""Lets vLLM start an engine on a CPU in a process that has loaded numba or xgrammar: vLLM searches each object of each
-loaded module for kernels to replace, and fails on objects that answer to any name, `__dict__` too."""
+"""Lets vLLM start an engine on a CPU in a process that has loaded Numba or xgrammar: vLLM searches each object of each
+loaded module for kernels to replace, and fails on objects that have every attribute, even `__dict__`."""
 
 import sys
 import warnings

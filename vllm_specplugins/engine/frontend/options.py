@@ -1,4 +1,4 @@
-"""Passes per-request options through vLLM: the front end resolves them, the worker reads them."""
+"""Passes per-request options through vLLM: the front end resolves them, and the worker reads them."""
 
 import asyncio
 import copy
@@ -43,7 +43,7 @@ class Resolved(dict[str, Any]):
 
 
 def sealed(core_request: Any) -> Any:
-    """The request with options that the engine recognises as checked (entrances.py)."""
+    """Marks the request's options so that the engine recognises them as checked (entrances.py)."""
     params = core_request.sampling_params
     if isinstance(options := (getattr(params, "extra_args", None) or {}).get("specplugins"), Resolved):
         params.extra_args = {**params.extra_args, "specplugins": Resolved({**options, TENANT: b""})}
@@ -144,7 +144,8 @@ def _is_raw(params: Any) -> bool:
 
 
 def check_requests() -> None:
-    """Makes vLLM resolve requests' options on arrival, once per process; other configurations are unaffected."""
+    """Makes vLLM resolve the options of requests on arrival. Applied once per process; other configurations are
+    unaffected."""
     wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
     wrap(InputProcessor, "__init__", _with_resolver)
     wrap(InputProcessor, "process_inputs", _with_resolved)
@@ -186,8 +187,8 @@ class RequestLimits(NamedTuple):
     """The limits of a request's drafts.
 
     Args:
-        options: as the front end resolved them; empty where the request has none.
-        length_limit: of the request's prompt and output together, in tokens.
+        options: as the front end resolved them; empty if the request has none.
+        length_limit: of prompt and output together, in tokens.
     """
 
     options: Options
@@ -200,11 +201,11 @@ class RequestLimits(NamedTuple):
         return cls(request_options(params), limit)
 
     def frozen(self) -> "RequestLimits":
-        """Copies the limits, with options that a proposer cannot write to."""
+        """Copies the limits, with read-only options."""
         return self._replace(options=frozen(self.options))
 
     def max_draft_tokens(self, num_tokens: int, max_num_draft: int) -> int:
-        """The draft tokens that a request of this length may get in a step, at most `max_num_draft`."""
+        """The largest draft that a request of this length may get in a step, at most `max_num_draft` tokens."""
         return draft_limit(self.options, num_tokens, max_num_draft, self.length_limit)
 
 
@@ -214,8 +215,9 @@ MAX_ABANDONED = 8  # checks that have not returned; each still takes turns of th
 
 
 class OptionChecks:
-    """Runs `check_options` of proposers, which raise to refuse options. A check is a user's code on a client's data: it
-    runs in a thread, and one that hangs costs its request `budget_ms` ms, and other requests nothing."""
+    """Runs the `check_options` functions of proposers, which raise to refuse options. A check is a user's code on a
+    client's data, so it runs in a thread. A check that hangs delays its request by `budget_ms` ms, and other requests
+    not at all."""
 
     def __init__(self, checks: Sequence[OptionCheck], budget_ms: float):
         self._checks = checks
@@ -223,7 +225,7 @@ class OptionChecks:
         self._abandoned: list[Future[str | None]] = []
 
     def concern(self, options: Mapping[str, Any]) -> bool:
-        """Whether any check has to see these options."""
+        """Whether any check concerns these options."""
         return bool(self._checks) and not options.keys() <= SETTINGS
 
     @property

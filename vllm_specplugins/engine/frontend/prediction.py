@@ -1,4 +1,4 @@
-"""Takes OpenAI's `prediction` of a chat completion, which vLLM's protocol drops, as the option `reference`."""
+"""Uses OpenAI's `prediction` of a chat completion, which vLLM's protocol drops, as the option `reference`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,8 @@ class Predicted:
 
 
 def take_predictions() -> None:
-    """Makes chat completions pass on their prediction; once per process, where requests arrive."""
+    """Makes chat completions pass on their prediction. Applied once per process, in the process that receives
+    requests."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     wrap(ChatCompletionRequest, "to_sampling_params", _with_prediction)
@@ -33,7 +34,7 @@ def _with_prediction(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 
 def text_of(prediction: Any, limits: Limits) -> str:
     """The text of `{"type": "content", "content": ...}`, where the content is a text or a list of text parts. Raises
-    ConfigError: the prediction is something else, or longer than a reference may be."""
+    ConfigError for another form, or if the text is longer than a reference may be."""
     is_content = isinstance(prediction, dict) and prediction.get("type") == "content"
     content = prediction.get("content") if is_content else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,5 +1,5 @@
-"""A queue of texts that one thread tokenises piece by piece, short texts first, so that a long text delays a short one
-by one piece or less. A text that has waited for a time in proportion to its length goes before shorter ones."""
+"""A queue of texts that one thread tokenizes piece by piece, short texts first, so a long text delays a short one by at
+most one piece. A text that has waited for a time proportional to its length precedes shorter ones."""
 
 import itertools
 import queue
@@ -44,7 +44,8 @@ class PriorityExecutor:
         threading.Thread(target=self._run, name="specplugins-line", daemon=True).start()
 
     def submit(self, size: int, work: Work[T]) -> "Future[T]":
-        """The result of `work` on `size` characters, which yields after each piece; cancellable until it starts."""
+        """Schedules `work` on `size` characters, which yields after each piece, and returns its future. It can be
+        cancelled until it starts."""
         future: Future[T] = Future()
         self._waiting.put((self._clock() + size * SECONDS_PER_CHARACTER, next(self._order), work, future))
         return future

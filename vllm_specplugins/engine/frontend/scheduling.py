@@ -1,5 +1,5 @@
-"""Fits our methods to vLLM's scheduling: a name that may be asynchronous, a K that fits a step, and time to shut
-down."""
+"""Adapts our methods to vLLM's scheduling: a name that permits asynchronous scheduling, a K that fits into a step, and
+time to shut down."""
 
 import logging
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
 
 
 def fitting(vllm_config: Any) -> SpecConfig | None:
-    """A copy with a shorter K if a step may not schedule 1 + K tokens, None if K fits. Without a table of lengths vLLM
-    pads a prompt that is cached but for a token to 1 + K tokens: it never schedules more than the budget of a step, and
-    dies of more than the threshold of long prompts. Raises ConfigError: no K fits."""
+    """A copy with a smaller K if a step may not schedule 1 + K tokens; None if K fits. Without a table of lengths, vLLM
+    pads a prompt that is cached up to one token to 1 + K tokens. It never schedules such a prompt if this exceeds a
+    step's budget, and fails if it exceeds the threshold of long prompts. Raises ConfigError: no K fits."""
     scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
     config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
     if has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING):
@@ -53,8 +53,8 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
 
 
 def give_time(config: SpecConfig) -> None:
-    """Gives engines that save a file time to shut down: with `--shutdown-timeout` 0, the default, vLLM's servers kill
-    them at a signal, except on ROCm."""
+    """Gives engines that save a file time to shut down. With `--shutdown-timeout` 0, the default, vLLM's servers kill
+    them on a signal, except on ROCm."""
     from vllm.v1.engine import utils
 
     if any(getattr(part.method_config, "store_path", None) for part in config.parts):
@@ -73,5 +73,5 @@ def vllm_methods() -> tuple[Any, ...]:
 
 
 def name_in_vllm(method: str) -> str:
-    """The name of our method for vLLM, with a prefix where vLLM has a method of that name and would serve it itself."""
+    """The name of our method for vLLM. It has a prefix if vLLM has a method of that name and would serve it itself."""
     return f"specplugins_{method}" if method in vllm_methods() else method

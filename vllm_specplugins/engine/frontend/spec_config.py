@@ -72,7 +72,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def built_in_tokens(self) -> int:
-        """K of the stage that is built into vLLM."""
+        """K of the built-in stage."""
         length = self.built_in and self.built_in.num_speculative_tokens
         return length or self.num_speculative_tokens
 
@@ -95,7 +95,8 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
 
 class PluginVllmConfig(VllmConfig):
-    """A VllmConfig that an engine's process can check again, with lookahead slots for methods that run the target."""
+    """A VllmConfig that can be validated again in an engine's process, with lookahead slots for methods that run the
+    target."""
 
     def __post_init__(self) -> None:
         config = self.speculative_config
@@ -129,8 +130,8 @@ def build(
 
 
 def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
-    """Puts our worker, the plan and our scheduler into a configuration that vLLM has finished; `async_scheduling` is
-    the user's. Raises ConfigError: the method cannot run with this engine."""
+    """Puts our worker, plan and scheduler into a configuration that vLLM has completed. `async_scheduling` is the
+    user's value. Raises ConfigError: the method cannot run with this engine."""
     speculative_config = vllm_config.speculative_config
     method = speculative_config.plugin_config.method
     if current_platform.is_cpu() and has_state(vllm_config.model_config):

@@ -1,7 +1,6 @@
-"""Forced tokens: if a grammar allows a single text next, the tokens with which the model would write it.
-
-xgrammar allows any tokens that spell the text, and a model often prefers short ones. The draft repeats the tokens with
-which a request of the tenant last wrote the text, or else uses the tokenizer's; it omits the last token if the grammar
+"""Forced tokens: if a grammar allows only one text next, the tokens with which the model would write it. xgrammar
+allows any tokens that spell the text, and a model often prefers short ones. The draft repeats the tokens with which a
+request of the tenant last wrote the text, and otherwise uses the tokenizer's. It omits the last token if the grammar
 allows a longer one with the same beginning. A client's grammar may force an endless text, so reading stops at the
 draft's length and at a time budget, which also covers vLLM's masks, one per draft token. A request with a slower
 grammar gets no more forced tokens.
@@ -53,9 +52,9 @@ class ForcedTokens:
     """The forced tokens of all requests of an engine.
 
     Args:
-        tokenizer: the model's, a fast one.
+        tokenizer: the model's; must be a fast one.
         vocab_size: the model's, which may exceed the tokenizer's.
-        new_bitmask: creates vLLM's bitmask of one row, once there is a grammar.
+        new_bitmask: creates vLLM's bitmask of one row when the first grammar arrives.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, new_bitmask: Callable[[], Any]):
@@ -165,7 +164,7 @@ class _Cursor:
         self.grammar, self.num_read, self._bitmask = grammar, 0, bitmask
 
     def read(self, tokens: Sequence[int]) -> bool:
-        """Advances over the tokens; returns whether the grammar allows them and more after them."""
+        """Advances over the tokens; returns whether the grammar allows them and may continue after them."""
         for token in tokens:
             if self.grammar.is_terminated() or not self.grammar.accept_tokens("", [token]):
                 return False

@@ -1,6 +1,6 @@
-"""A scheduler that extends drafts by forced tokens, after their end or after the grammar cut them: grammars live in the
-scheduler's process, and a synchronous scheduler has the drafts. It adds no tokens before the grammar applies
-(reasoning), beyond a request's options, or if the request can verify only one position."""
+"""A scheduler that appends forced tokens to drafts, after the grammar has cut them. Grammars live in the scheduler's
+process, and a synchronous scheduler has the drafts. It adds no tokens before the grammar applies (reasoning), beyond
+the limits of a request's options, or if the request can verify only one position."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""The sorted bytes of a model's tokens, to find allowed tokens that are prefixes of each other."""
+"""The sorted bytes of a model's tokens, for finding allowed tokens that are prefixes of each other."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class Vocabulary:
         return b"".join(self._texts[self._ranks[token]] for token in tokens)
 
     def ends(self, tokens: Sequence[int]) -> Ints:
-        """[num_tokens], the end of each token in bytes."""
+        """[num_tokens], the end of each token in the bytes of all tokens."""
         return self._num_bytes[list(tokens)].cumsum()
 
     def forced(self, bitmask: Any) -> int | None:
-        """The longest token with a text that must come next: every other allowed token is a prefix of it, or has it as
-        a prefix. The text may also be written as several tokens. None: the mask allows a choice or the end; NO_TOKEN:
+        """The longest token of a text that must come next: every other allowed token is a prefix of it, or has it as a
+        prefix. The text may also be written in several tokens. None if the mask allows a choice or the end; NO_TOKEN if
         it allows no token."""
         ranks = np.sort(self._allowed(bitmask))
         if not len(ranks):

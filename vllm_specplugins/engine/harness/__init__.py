@@ -1,1 +1,1 @@
-"""Real engines, timed and sampled from outside, for the tools."""
+"""Real engines for the tools, which time and sample them from outside."""

@@ -31,7 +31,7 @@ UNTRAINED = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a diagnosis; its state is OK, ADVICE (it could run better) or PROBLEM (it would not be served)."""
+    """One line of a diagnosis. Its state is OK, ADVICE (it could run better) or PROBLEM (it would not be served)."""
 
     name: str
     value: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
-    """All findings on a value of --speculative-config (None: READY) and a checkpoint, in the order of a report."""
+    """All findings about a value of --speculative-config (None: READY) and a checkpoint, in the report's order."""
     asked = dict(READY if raw is None else raw)
     checked = list(_configuration(asked, model))
     findings = [*_versions(), *_plugin(), *_registered(), _device(), *_seams(), *checked]

@@ -1,7 +1,7 @@
-"""A forced log: engines emit exactly the tokens of a log, so that any traffic can be timed without its model's weights.
+"""A forced log: engines emit exactly the tokens of a log, so any traffic can be timed without the model's weights.
 While a step samples, `ForcedLog` (vLLM's `worker_extension_cls`) writes one large value into each row of the target's
-logits, at the token of the log. All methods, vLLM's and ours, then verify their drafts at temperature 0 with the
-kernels, shapes and host times of real serving."""
+logits, at the log's token. All methods, vLLM's and ours, then verify their drafts at temperature 0 with the kernels,
+shapes and host times of real serving."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,8 +23,8 @@ class ForcedLog:
     use_v2_model_runner: bool
 
     def specplugins_force(self, outputs: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]] | None) -> None:
-        """Makes requests emit their rows of the log from now on. `accepted`, if given, holds for each position how many
-        tokens of vLLM's drafter are right; Model Runner V1 ignores it."""
+        """Makes requests emit their rows of the log from now on. `accepted`, if given, holds the number of correct
+        tokens of vLLM's drafter at each position; Model Runner V1 ignores it."""
         log = _Log(outputs, accepted, self.model_runner.device)
         kind = _OnV2 if self.use_v2_model_runner else _OnV1
         kind(self.model_runner, log)
@@ -43,7 +43,8 @@ class _Log:
         logits.scatter_(1, tokens[:, None], LARGE)
 
     def draft(self, drafts: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
-        """Writes into the drafts [R, K]: the tokens of the log that are accepted at `places` [R], then wrong ones."""
+        """Fills the drafts [R, K] with the log's tokens that are accepted at `places` [R], and then with wrong
+        tokens."""
         assert self.accepted is not None
         last = self.tokens.shape[1] - 1
         offsets = torch.arange(drafts.shape[1], device=drafts.device)

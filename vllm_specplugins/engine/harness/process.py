@@ -24,8 +24,8 @@ ENGINE_BYTES = 3 * GIB // 2  # that an engine takes of a CPU's memory, beside we
 
 
 class EngineProcess:
-    """A process and a pipe to it, for a `with` block; its output goes to `log`, and errors begin with `blame`. It calls
-    `work` with its end of the pipe and the arguments; `work` receives messages, None at last, and sends no strings."""
+    """A process and a pipe to it, for a `with` block. Its output goes to `log`, and errors begin with `blame`. It calls
+    `work` with its end of the pipe and the arguments; `work` receives messages until None, and sends no strings."""
 
     def __init__(self, log: Path, blame: str, work: Callable[..., None], *arguments: Any):
         self._log, self._blame = log, blame
@@ -73,7 +73,7 @@ class EngineProcess:
 
 
 def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None) -> Any:
-    """A `vllm.LLM`; where the arguments do not say otherwise, a CPU computes eagerly and in float32."""
+    """A `vllm.LLM`. On a CPU it computes eagerly in float32 unless the arguments state otherwise."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -83,7 +83,7 @@ def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any
 
 
 def fit_together(model: str, num_engines: int) -> bool:
-    """Whether `num_engines` engines of a model fit into a CPU's memory; on a GPU they share its memory."""
+    """Whether `num_engines` engines of a model fit into a CPU's memory. On a GPU they share its memory."""
     import psutil  # type: ignore[import-untyped]  # comes with vLLM
     import torch
 
@@ -98,7 +98,7 @@ def totals(llm: Any) -> list[int]:
 
 
 def faults(llm: Any) -> dict[str, int]:
-    """Faults of our proposer since the engine began, by kind."""
+    """Faults of our proposer since the engine's start, by kind."""
     if not hasattr(llm.llm_engine.vllm_config.speculative_config, "plugin_config"):
         return {}
     return faults_of(llm.collective_rpc("specplugins_stats")[0])

@@ -1,4 +1,4 @@
-"""Engines that answer many requests at once and count their drafts, without timing."""
+"""Engines that answer many requests at once and count drafts, without timing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of token ids and keyword arguments of SamplingParams, `n` among them."""
+    """A prompt of token ids, and keyword arguments of SamplingParams, including `n`."""
 
     prompt: list[int]
     params: dict[str, Any]
@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Outputs of requests that were served together, with their draft tokens; or vLLM's refusal of the parameters."""
+    """Outputs of requests that were served together, with their draft tokens, or vLLM's refusal of the parameters."""
 
     token_ids: list[list[list[int]]] = field(default_factory=list)  # of each output of each request
     num_drafted: int = 0
@@ -44,7 +44,7 @@ Draw = Callable[[Sequence[Request]], Drawn]
 
 
 def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
-    """Serves all requests at once in this process; raises if a step fails, after which the engine serves nothing."""
+    """Serves all requests at once in this process. Raises if a step fails; the engine then serves nothing more."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -66,7 +66,7 @@ def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
 def sampling_engine(
     blame: str, log: Path, model: Path | str, speculative_config: Any = None, settings: Mapping[str, Any] = SETTINGS
 ) -> Iterator[Draw]:
-    """Runs `draw` in another process; it raises ConfigError, which begins with `blame`, if the engine failed."""
+    """Runs `draw` in another process. Raises ConfigError, beginning with `blame`, if the engine fails."""
     with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config) as process:
         process.receive()
         yield process.ask

@@ -1,6 +1,6 @@
-"""Engines that serve traffic, many requests at a time, and are timed step by step; for `bench`. Each has a process. On
-a CPU they run in slices of time, and an engine's clock stops while others run, so a longer disturbance of the machine
-affects all of them equally."""
+"""Engines for `bench` that serve many requests at a time and are timed step by step. Each has a process. On a CPU they
+run in time slices, and an engine's clock stops while others run, so a longer disturbance of the machine affects all
+engines equally."""
 
 import math
 import os
@@ -36,8 +36,8 @@ def serving_engine(
     log: Path,
     forced: Forced | None = None,
 ) -> EngineProcess:
-    """An engine of a method, which first sends its Machine. After Traffic it answers each GO_ON with the number of
-    tokens so far, or with a Turn when all is served."""
+    """Runs an engine with a method. It first sends its Machine. After Traffic it answers each GO_ON with the number of
+    tokens so far, or with a Turn once everything is served."""
     blame = f"{name} must be a method that vLLM can serve this model with"
     return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config, forced)
 
@@ -45,7 +45,8 @@ def serving_engine(
 def serve_rounds(
     engines: Mapping[str, EngineProcess], rounds: Sequence[Traffic], advance: Callable[[], object]
 ) -> dict[str, list[Turn]]:
-    """Turns by method. In a round all engines serve the same traffic side by side; the first round warms up."""
+    """Returns the turns by method. In a round all engines serve the same traffic side by side; the first round is a
+    warm-up."""
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
     names = list(engines)
     for index, traffic in enumerate(rounds):
@@ -57,7 +58,7 @@ def serve_rounds(
 
 
 def serve_round(engines: Mapping[str, EngineProcess], traffic: Traffic) -> dict[str, Turn]:
-    """One turn of each engine; the engine with the fewest tokens goes on."""
+    """Runs one turn of each engine; the engine with the fewest tokens runs next."""
     turns: dict[str, Turn] = {}
     num_tokens = dict.fromkeys(engines, 0)
     for engine in engines.values():
@@ -128,7 +129,7 @@ class _Clock:
         self._paused_s += self.now() - start
 
     def give_way(self, num_tokens: int) -> None:
-        """Lets other engines continue if this engine's slice is over."""
+        """Lets other engines run if this engine's slice is over."""
         if self.now() - self._resumed >= self._slice_s:
             self._pipe.send(num_tokens)
             self.wait()
@@ -151,7 +152,7 @@ class _Steps:
         return update(scheduled, output)
 
     def taken(self) -> list[tuple[int, float]]:
-        """The steps since the last call; the engine is idle until the next one."""
+        """Returns the steps since the last call; the engine is idle until the next call."""
         steps, self._steps, self._ended = self._steps, [], math.nan
         return steps
 

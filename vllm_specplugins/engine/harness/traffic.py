@@ -20,7 +20,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A log that an engine is forced to emit; arguments of ForcedLog.specplugins_force (forced.py)."""
+    """A log that an engine must emit: the arguments of ForcedLog.specplugins_force (forced.py)."""
 
     outputs: Sequence[Sequence[int]]
     accepted: Sequence[Sequence[int]] | None = None
@@ -54,33 +54,33 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens per second, the time of prompts included."""
+        """Output tokens per second, including the time of prompts."""
         return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
 
     @property
     def num_steps(self) -> int:
-        """Steps of all requests, without those of their first tokens."""
+        """Steps of all requests, except those that emitted first tokens."""
         return sum(len(answer.step_ms) for answer in self.answers)
 
     @property
     def num_decoded(self) -> int:
-        """Tokens of `num_steps` steps."""
+        """Tokens that these `num_steps` steps emitted."""
         return sum(len(answer.token_ids) - answer.num_first for answer in self.answers)
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens of these steps; 1 if all outputs ended with their first token."""
+        """Mean number of tokens in these steps; 1 if all outputs ended with their first token."""
         return self.num_decoded / self.num_steps if self.num_steps else 1.0
 
     @property
     def step_ms(self) -> float:
-        """Mean time of such a step; 1 if there was none."""
+        """Mean time of these steps in ms; 1 if there were none."""
         return sum(sum(answer.step_ms) for answer in self.answers) / self.num_steps if self.num_steps else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device of an engine, the dtype that it computes in, and vLLM's model runner."""
+    """An engine's device, its compute dtype, and vLLM's model runner."""
 
     device: str
     dtype: str

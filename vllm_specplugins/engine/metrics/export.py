@@ -1,6 +1,6 @@
-"""Exports the workers' reports, from the front end on vLLM's /metrics and in `LLM.get_metrics()`, or else on a port of
-a worker. The metrics use vLLM's classes (prometheus_client's, or Ray's). Counters only grow, so several API servers may
-each get the reports of some steps."""
+"""Exports the workers' reports: from the front end on vLLM's /metrics and in `LLM.get_metrics()`, or on a port of a
+worker. The metrics use vLLM's classes (prometheus_client's, or Ray's). Reports are increments, so several API servers
+may each receive the reports of some steps."""
 
 import logging
 import os
@@ -25,8 +25,8 @@ _VERBS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 
 class Exporter:
-    """The metrics of a front end. `vllm_config` gives the method's name; `vllm_logger` is vLLM's logger, or an object
-    with its metric classes and labels."""
+    """The metrics of a front end. `vllm_config` holds the method's name; `vllm_logger` is vLLM's logger, or an object
+    with the same metric classes and labels."""
 
     def __init__(self, vllm_config: VllmConfig, vllm_logger: Any):
         config = vllm_config.speculative_config.plugin_config
@@ -65,7 +65,7 @@ class Exporter:
 
 
 def port_of(vllm_config: VllmConfig) -> int:
-    """The port on which an engine's process exports our metrics: the environment variable plus the engine's index; 0:
+    """The port on which an engine's process exports our metrics: the environment variable plus the engine's index; 0 if
     vLLM's front end exports them. Raises ConfigError for an invalid port."""
     text, engine = os.environ.get(_PORT) or "0", vllm_config.parallel_config.data_parallel_index
     if not (text.isdecimal() and len(text) < 6 and int(text) + engine < 1 << 16):
@@ -74,7 +74,7 @@ def port_of(vllm_config: VllmConfig) -> int:
 
 
 def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]], None]:
-    """Serves our metrics on a port of this process; returns the function that takes a worker's reports."""
+    """Serves our metrics on a port of this process, and returns the function that accepts a worker's reports."""
     registry, engine = CollectorRegistry(), vllm_config.parallel_config.data_parallel_index
     kinds = {"_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram}
     made = {name: partial(kind, registry=registry) for name, kind in kinds.items()}
@@ -110,7 +110,7 @@ def _known_series(config: Any) -> Iterator[str]:
 
 
 def export_metrics() -> None:
-    """Makes vLLM's front ends export our metrics, if the configuration is ours; once per process."""
+    """Makes vLLM's front ends export our metrics if the configuration is ours. Applied once per process."""
     wrap(StatLoggerManager, "__init__", _with_exporter)
     wrap(StatLoggerManager, "record", _with_report)
 

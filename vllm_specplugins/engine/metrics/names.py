@@ -99,7 +99,7 @@ SEPARATOR = "\t"  # in a report's keys, between a metric's name and its label va
 
 @cache
 def key(name: str, *labels: object) -> str:
-    """A report's key of one series.
+    """The key of one series in a report.
 
     >>> key("faults", "0 custom", "raised")
     'faults\\t0 custom\\traised'

@@ -1,5 +1,6 @@
-"""Reports the worker's counts since the last report to the front end. vLLM carries a report, a small dictionary, as
-`ECConnectorStats` of a step's output. With an encoder-cache connector that field is in use, and nothing is exported."""
+"""Reports the worker's counts since the last report to the front end. vLLM transports a report, a small dictionary, as
+`ECConnectorStats` of a step's output. An encoder-cache connector uses that field itself, and then nothing is
+exported."""
 
 import copy
 import logging
@@ -27,7 +28,7 @@ Show = Callable[[Mapping[str, Any]], None] | None
 
 
 def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
-    """Logs the memory of recurrent states: each layer has one state per verified token."""
+    """Logs the memory of recurrent states: each layer stores one state per verified token."""
     total = drafted = 0
     for group in kv_cache_config.kv_cache_groups:
         if isinstance(mamba_spec := group.kv_cache_spec, MambaSpec):
@@ -41,7 +42,7 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
 
 
 class Reporter:
-    """Reports the counters of a worker's barrier; `show`, if given, takes the reports instead of vLLM."""
+    """Reports the counters of a worker's barrier; `show`, if given, receives the reports instead of vLLM."""
 
     def __init__(self, barrier: FaultBarrier, method: str, clock: Clock = time.perf_counter, show: Show = None):
         self._barrier = barrier
@@ -63,7 +64,7 @@ class Reporter:
             self._observe("request_acceptance_rate", rate)
 
     def note(self, carrier: Any) -> None:
-        """Tells the scheduler of a step's drafting."""
+        """Sends the facts of a step's drafting to the scheduler."""
         last_ms, self._noted_ms = self._noted_ms, self._barrier.counters.propose_ms
         setattr(carrier, DRAFTING, ((self._noted_ms - last_ms) / 1000, self._barrier.undrafted))
 
@@ -74,8 +75,8 @@ class Reporter:
         self._shown, self._noted_ms = {}, self._barrier.counters.propose_ms
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
-        """Adds a report to a step's output if one is due. A failure here reaches no request. `output` may be shared by
-        all steps, or hold one that arrives later; with `is_last` no step follows for a while."""
+        """Adds a report to a step's output if one is due. A failure here affects no request. `output` may be shared by
+        all steps, or hold an output that arrives later. With `is_last`, no step will follow for a while."""
         if self._has_failed:
             return output
         try:
@@ -179,5 +180,5 @@ def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
 
 
 def is_ours(stage: Any, method: str) -> bool:
-    """Whether a stage has this method, and is not a user's class."""
+    """Whether a stage is our method of this name, not a user's class."""
     return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")

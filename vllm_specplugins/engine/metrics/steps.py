@@ -1,8 +1,8 @@
 """Steps that only decode, by shape: the number of requests, their mean context and the longest draft, in buckets.
 
-The scheduler knows a step's outcome, and the worker exports metrics. `StepWatch` counts steps in the scheduler, and now
-and then a step carries the counts to the worker's `StepTotals`. The time of a step ends when its outcome arrives and
-begins with the one before; it contains the drafting for the next step.
+The scheduler knows the outcome of a step, and the worker exports metrics. `StepWatch` counts steps in the scheduler,
+and from time to time a step carries the counts to the worker's `StepTotals`. A step's time begins when the outcome of
+the previous step arrives, and ends with its outcome; it includes the drafting for the next step.
 """
 
 import logging
@@ -27,7 +27,7 @@ _LABELS = tuple((*map(str, bounds), MORE) for bounds in BOUNDS)
 
 
 def shape_of(*sizes: float) -> tuple[str, ...]:
-    """The labels of a shape: for each size the least bound that is not below it.
+    """The labels of a shape: for each size, the smallest bound that is not below it.
 
     >>> shape_of(3, 700.5, 31), shape_of(300, 0, 0)
     (('4', '2048', '32'), ('more', '512', '0'))
@@ -36,8 +36,8 @@ def shape_of(*sizes: float) -> tuple[str, ...]:
 
 
 class StepWatch:
-    """Counts steps, many at a time: code that runs once a step has no warm cache. A failure ends the counts and reaches
-    no request."""
+    """Counts steps in groups, since code that runs once per step has a cold cache. A failure ends the counting and
+    affects no request."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter):
         self._clock, self._at, self._reason, self._has_failed = clock, nan, None, False
@@ -55,7 +55,8 @@ class StepWatch:
         self._steps.append(None)
 
     def taken(self) -> Mapping[str, Any]:
-        """Increments and lists of seconds since the last ones, by series; none until there are many, or no request."""
+        """Increments and lists of seconds since the last call, by series; empty until there are many, or no requests
+        are left."""
         steps, counts, times = self._steps, defaultdict[str, float](float), defaultdict[str, list[float]](list)
         if not steps or (len(steps) < BURST and steps[-1] is not None):
             return {}
@@ -104,14 +105,14 @@ class StepWatch:
 
 
 class StepTotals:
-    """Running totals by series: `counts` for reports, and times, which `observe` also takes for a histogram."""
+    """Running totals by series: `counts` for reports, and times, which `observe` also enters into a histogram."""
 
     def __init__(self, observe: Callable[[str, float], None]):
         self._observe = observe
         self.counts, self._seconds = defaultdict[str, float](float), defaultdict[str, float](float)
 
     def add(self, more: Mapping[str, Any]) -> None:
-        """Adds what a StepWatch counted."""
+        """Adds the counts of a StepWatch."""
         for series, value in more.items():
             if not isinstance(value, list):
                 self.counts[series] += value

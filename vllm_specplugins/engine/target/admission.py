@@ -1,4 +1,4 @@
-"""Refuses targets that a method cannot draft for, before the engine loads anything."""
+"""Refuses targets that a method does not support, before the engine loads anything."""
 
 from vllm.config import ModelConfig, VllmConfig
 
@@ -11,12 +11,12 @@ from vllm_specplugins.target import TargetSizes
 
 
 def has_state(model: ModelConfig) -> bool:
-    """Whether a layer has a state that every token changes, as Mamba, GDN and short convolutions have."""
+    """Whether a layer has a state that every token changes, as in Mamba, GDN and short convolutions."""
     return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
 
 
 def check_states(vllm_config: VllmConfig, method: str) -> None:
-    """Raises ConfigError for Mamba 1, and on V2 linear attention: vLLM does not restore their state."""
+    """Raises ConfigError for Mamba 1 and, on V2, for linear attention: vLLM does not restore their states."""
     stays = {"mamba1", "linear_attention"} if vllm_config.use_v2_model_runner else {"mamba1"}
     model = vllm_config.model_config
     if has_state(model) and (kinds := sorted(stays & kinds_of_state(_module_of(model)))):

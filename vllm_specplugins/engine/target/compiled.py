@@ -1,6 +1,6 @@
-"""Compiles cut bodies, where vLLM compiles its models. vLLM's caches, in memory and on disk, use class and
-configuration as keys, and it drops the guards that would see another `end_layer`. So each cut body gets a new class,
-forward method and tag, as vLLM's drafters have."""
+"""Compiles cut bodies if vLLM compiles its models. vLLM's caches, in memory and on disk, use the class and the
+configuration as keys, and vLLM drops the guards that would detect another `end_layer`. Each cut body therefore gets a
+new class, forward method and tag, like vLLM's drafters."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def compiles(body: nn.Module) -> bool:
 
 def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[..., torch.Tensor]:
     """Compiles a copy of the target's body and returns a function that replaces its `forward`. This takes as long as
-    vLLM's compilation of as many layers. After a failure the copy stays eager."""
+    vLLM's compilation of the same number of layers. After a failure the copy runs eagerly."""
     forward: Callable[..., torch.Tensor] = cut.forward
     try:
         return _compile(cut, tag, takes_states)

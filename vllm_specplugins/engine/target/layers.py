@@ -1,4 +1,5 @@
-"""The target's layers and head for both runners: cut, on its paged KV cache, with the LoRA adapters of their rows."""
+"""Some of the target's layers and its head, for both runners: on the target's paged KV cache, with the LoRA adapters of
+the rows."""
 
 import copy
 import logging
@@ -25,7 +26,7 @@ _CLAIMS = ("supports_draft_decode_metadata_update", "update_draft_decode_metadat
 
 
 class Cut(NamedTuple):
-    """The layers with these indices and, if `normed`, the final norm; they read tokens or states."""
+    """The layers with these indices and, if `normed`, the final norm. Their inputs are tokens or states."""
 
     layers: tuple[int, ...]
     normed: bool
@@ -39,7 +40,7 @@ class Cut(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """A name that no other cut has.
+        """A unique name for this cut.
 
         >>> Cut((0, 1), True).tag, Cut((0, 2), False, takes_states=True).tag
         ('layers_0_2', 'layers_0x5_unnormed_states')
@@ -65,9 +66,9 @@ def _cuts(config: SpecConfig) -> set[Cut]:
 
 
 class FirstLayers:
-    """Runs the forward of a decoder body with other `layers`, `start_layer` or `end_layer`: vLLM's bodies loop over
-    `layers[start_layer:end_layer]`. A shallow copy shares all weights, and the attention layers with their KV pages;
-    embedding scale, norms and residuals stay the model's."""
+    """Runs a decoder body's forward method with other `layers`, `start_layer` or `end_layer`: vLLM's bodies loop over
+    `layers[start_layer:end_layer]`. A shallow copy shares all weights and the attention layers with their KV pages.
+    Embedding scale, norms and residuals remain those of the model."""
 
     def __init__(self, target: nn.Module, config: SpecConfig):
         self._target: Any = target
@@ -98,8 +99,8 @@ class FirstLayers:
     def of_states(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), of states before them. Without
-        a layer between them nothing attends, and no forward context is needed."""
+        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), from the states before them.
+        If the range is empty, nothing attends, and no forward context is needed."""
         if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
             alone: torch.Tensor = self._body.norm(states) if normed else states
             return alone
@@ -145,7 +146,8 @@ class FirstLayers:
         return logits
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Token ids [num_tokens] of the largest logits; tensor-parallel ranks exchange their best, not their logits."""
+        """Token ids [num_tokens] of the largest logits. Tensor-parallel ranks exchange their best tokens instead of all
+        logits."""
         processor: Any = getattr(self._target, "logits_processor", None)
         head = getattr(self._target, "lm_head", None)
         has_best = hasattr(processor, "get_top_tokens")  # not so where adapters add to the logits
@@ -165,8 +167,8 @@ class _Sum(nn.Module):
 
 
 class Adapters:
-    """Runs each request's LoRA adapter in layers that draft. vLLM's wrapped layers read one mapping from token rows to
-    adapters, which each step creates anew."""
+    """Applies each request's LoRA adapter in drafting layers. vLLM's wrapped layers read one mapping from token rows to
+    adapters, which each step rebuilds."""
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class Adapters:
 
 
 class PagedLayers:
-    """target.PagedForward without attention, which each runner adds. T: tokens of each request."""
+    """target.PagedForward without attention, which each runner adds. T: tokens per request."""
 
     # Prepares attention at positions [num_reqs] or [num_reqs, T], and gives them as [num_reqs * T].
     attention: Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
@@ -225,8 +227,8 @@ class PagedLayers:
 
 
 def updates_in_place(group: Any) -> bool:
-    """Whether the attention metadata of a draft can be updated in place. A class that overrides `build` alone inherits
-    the claim, and an update that does not fit: chunked local attention derives batches from lengths."""
+    """Whether the attention metadata of a draft can be updated in place. A class that overrides only `build` inherits
+    the claim and an unsuitable update: chunked local attention derives batches from lengths."""
     if not group.supports_draft_decode_metadata_update:
         return False
     kinds = type(group.get_metadata_builder()).__mro__
@@ -244,7 +246,8 @@ def adapters_of(runner: Any, input_batch: Any, rehearses: bool) -> Adapters:
 
 
 def map_all_logits(runner: Any) -> None:
-    """Maps each row of logits to an adapter: vLLM maps one row per request, a step that verifies drafts has more."""
+    """Maps each row of logits to an adapter: vLLM maps one row per request, but a step that verifies drafts has
+    more."""
     prepare_inputs, make_lora_inputs = runner.prepare_inputs, runner.lora_state.make_lora_inputs
     num_logits = np.zeros(0, np.int64)
 

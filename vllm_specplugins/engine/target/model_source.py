@@ -1,5 +1,6 @@
-"""Reads from vLLM's source whether a model's layers can be cut, and their kinds of state, before an engine starts:
-importing a model class takes seconds and may initialise a device. In doubt the worker decides (layers.py)."""
+"""Reads in vLLM's source whether a model's layers can be cut, and which kinds of state they have, before an engine
+starts: importing a model class takes seconds and may initialise a device. In unclear cases the worker decides
+(layers.py)."""
 
 import ast
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def may_be_cut(module: str) -> bool:
 
 
 def may_skip(module: str) -> bool:
-    """False if a layer of a body in these modules gets more from earlier layers than states, or reads their keys.
+    """False if a layer of a body in these modules receives more than states from earlier layers, or reads their keys.
 
     >>> may_skip("vllm.model_executor.models.gemma3"), may_skip("vllm.model_executor.models.gemma4")
     (True, False)

@@ -1,5 +1,5 @@
-"""Model Runner V1: a drafter of vLLM's as a stage of a cascade. It reads all tokens of every step, so that its KV cache
-is complete."""
+"""Model Runner V1: a drafter of vLLM as a stage of a cascade. It reads all tokens of every step, so its KV cache is
+complete."""
 
 import copy
 import time
@@ -21,7 +21,7 @@ BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # these can take in tokens w
 
 
 def narrowed() -> dict[str, Any]:
-    """Patches the drafters' classes, which then build a drafter with the K of its stage."""
+    """Patches vLLM's drafter classes so that they build a drafter with the stage's K."""
 
     def narrow(kind: Any) -> Any:
         return lambda vllm_config, device, runner: kind(for_built_in(vllm_config), device, runner)
@@ -31,8 +31,8 @@ def narrowed() -> dict[str, Any]:
 
 class BuiltInDrafter:
     """vLLM's drafter of a V1 runner, as a stage of a cascade. V1 asks its drafters before the host has the sampled
-    tokens, and custom ones after that. The flag `disable_padded_drafter_batch` moves its drafters there, too, but draft
-    models refuse the flag, so no drafter sees it."""
+    tokens, and custom ones after that. The flag `disable_padded_drafter_batch` also moves its drafters there, but draft
+    models refuse the flag, so it is hidden from all drafters."""
 
     def __init__(self, runner: Any, cascade: Any):
         self._runner, self._cascade = runner, cascade
@@ -55,7 +55,7 @@ class BuiltInDrafter:
         sampled_token_ids: list[list[int]],
         *step: Any,
     ) -> Offer | None:
-        """Drafts for a batch of these rows; returns None after a failure, or if a request of the batch is too long. If
+        """Drafts for a batch of these rows. Returns None after a failure, or if a request of the batch is too long. If
         its drafts are not needed, a drafter that runs once per draft token only reads the step's tokens. `step`: the
         arguments of `propose_draft_token_ids` after the sampled tokens."""
         max_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)

@@ -1,5 +1,5 @@
-"""Model Runner V1: edits of the logits before the temperature, exact at every drafted position. Biases, minimum
-lengths, penalties and bad words are one operation (kernels/rejection/adjust), which takes arrays where V1 has lists. N:
+"""Model Runner V1: edits of the logits before the temperature, exact at every draft position. One operation handles
+biases, minimum lengths, penalties and bad words (kernels/rejection/adjust); it takes arrays where V1 has lists. N:
 rows, B: requests, V: vocab_size, M: entries of the longest list."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ _OF_VLLM = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProces
 
 
 def custom(processors: Sequence[Any]) -> Iterator[Any]:
-    """Yields the processors that are not vLLM's."""
+    """Yields the logits processors that are not part of vLLM."""
     return (processor for processor in processors if type(processor) not in _OF_VLLM)
 
 
 def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> torch.Tensor:
-    """Edits logits [N, V] in vLLM's order, in float32; returns the same tensor if no request asks for edits."""
+    """Edits logits [N, V] in vLLM's order, in float32. Returns the same tensor if no request has edits."""
     processors = [p for p in metadata.logitsprocs.non_argmax_invariant if type(p) not in _OF_VLLM or _restores(p)]
     allowed, holder = metadata.allowed_token_ids_mask, metadata.thinking_budget_state_holder
     budgets = holder is not None and holder.has_tracked_requests()
@@ -50,7 +50,7 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
 
 
 def edit_of_drafts(metadata: Any, runner: Any, rows: list[int]) -> Any:
-    """`draft.Target.edit` for these rows of the runner's batch; None if no request asks for edits. It omits thinking
+    """`draft.Target.edit` for these rows of the runner's batch; None if no request has edits. It ignores thinking
     budgets and a user's logits processors."""
     edits = _edits(metadata, runner.input_batch, runner.model_config.get_vocab_size())
     allowed = metadata.allowed_token_ids_mask

@@ -10,7 +10,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
 def metadata_of(device: torch.device, original: Callable[..., Any], num_draft: np.ndarray, ends: np.ndarray) -> Any:
-    """vLLM's metadata of a step, from numbers of draft tokens and ends of tokens [B]; faster without drafts."""
+    """Builds vLLM's metadata of a step from the numbers of draft tokens and the ends of tokens [B]; faster without
+    drafts."""
     if num_draft.any():
         return original(num_draft, ends)
     arrays = num_draft, np.arange(len(ends) + 1, dtype=np.int32), ends - 1
@@ -36,7 +37,7 @@ class Rows:
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns cu_num_logits, draft_token_ids, positions and idx_mapping as kernels/rejection takes them."""
+        """Returns cu_num_logits, draft_token_ids, positions and idx_mapping in the form of kernels/rejection."""
         arrays = self.starts.astype(np.int32), self.fed, self.positions, np.arange(len(self.counts))
         cu_num_logits, fed, positions, idx_mapping = map(self.as_tensor, arrays)
         return cu_num_logits, fed, positions, idx_mapping

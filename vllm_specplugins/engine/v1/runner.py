@@ -34,7 +34,7 @@ from vllm_specplugins.target import Target
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Makes V1 build a runner with our proposer as `custom_class`, unless it builds a drafter of vLLM's."""
+    """Makes V1 build a runner with our proposer as `custom_class`, unless the runner has a drafter of vLLM."""
     names = built_in.narrowed()
     if vllm_config.speculative_config.built_in is None:
         vllm_config.speculative_config.method = "custom_class"
@@ -64,8 +64,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
 
 def draft_to_the_end(runner: Any) -> None:
-    """Raises the length from which on V1 drafts zeros for the whole batch (V1 lowers it if memory is short, with
-    `--max-model-len auto`). We shorten drafts at a request's end instead."""
+    """Raises the length beyond which V1 drafts zeros for the whole batch (V1 lowers it if memory is short, with
+    `--max-model-len auto`). Drafts are shortened at a request's end instead."""
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
@@ -154,8 +154,8 @@ class _Adapter:
         self, scheduler_output: Any, sampled_token_ids: list[list[int]], *step: Any
     ) -> list[list[int]]:
         """Returns one list of draft token ids per request, in the runner's order. A request in the middle of its prompt
-        gets no draft, and where tokens are read, neither does one with prompt embeddings, since V1 does not overwrite
-        its token ids."""
+        gets no draft. Methods that read tokens also skip requests with prompt embeddings, since V1 leaves old token ids
+        in their rows."""
         input_batch = self._runner.input_batch
         unread = input_batch.req_prompt_embeds if self._reads_history else ()
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]

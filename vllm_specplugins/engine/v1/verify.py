@@ -1,6 +1,6 @@
-"""Model Runner V1: samples and verifies with kernels/rejection, in place of vLLM's samplers. Steps without drafts do
-so, too, so that a seeded request's output does not depend on drafts. Row i of a request predicts the token after its
-first i draft tokens, and penalties and bad words count those. N: rows, B: requests, V: vocab_size."""
+"""Model Runner V1: samples and verifies with kernels/rejection, in place of vLLM's samplers. Steps without drafts also
+use it, so a seeded request's output does not depend on drafts. Row i of a request predicts the token after its first i
+draft tokens; penalties and bad words include those tokens. N: rows, B: requests, V: vocab_size."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from vllm_specplugins.kernels.rejection.reference import truncated
 
 @contextmanager
 def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
-    """Makes vLLM build a runner with all logits processors; with speculation vLLM omits all but one."""
+    """Makes vLLM build a runner with all logits processors; under speculation vLLM uses only one."""
     if vllm_config.speculative_config.plugin_config.common.verification != "fused":
         yield
         return
@@ -52,8 +52,8 @@ class Verifier:
         self._drafted_for, self._draft_logits = request_ids, logits
 
     def may_draft(self, row: int) -> bool:
-        """Whether verification of a request can take more than one position. The state of a thinking budget, or of a
-        user's logits processor, advances one step at a time."""
+        """Whether a request can verify more than one position. The state of a thinking budget, or of a user's logits
+        processor, advances one step at a time."""
         input_batch = self._runner.input_batch
         request = self._runner.requests[input_batch.req_ids[row]]
         if input_batch.thinking_budget_state_holder is not None:
@@ -189,9 +189,9 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Repeats a sampling parameter of each request, [num_reqs], for its draft tokens, [num_tokens]. It replaces vLLM's
-    function. The CPU kernel of that one writes into a copy of its output: temperature, top-k and top-p of drafted
-    positions stay uninitialised, and samples come from the wrong distribution.
+    """Repeats a sampling parameter of each request, [num_reqs], for its draft tokens, [num_tokens]. Replaces vLLM's
+    function. Its CPU kernel writes into a copy of the output, so temperature, top-k and top-p of draft positions stay
+    uninitialised, and samples come from a wrong distribution.
 
     >>> expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 3]), 3, 0, 1)
     tensor([0.5000, 0.5000, 1.0000])
@@ -202,6 +202,6 @@ def expand_batch_to_tokens(
 
 
 def probs_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """q of drafted tokens, [num_reqs, K, vocab_size] float32; vLLM does not read it at temperature 0."""
+    """q of the draft tokens, [num_reqs, K, vocab_size] float32; vLLM does not read it at temperature 0."""
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
     return torch.softmax(logits.float() / scale, dim=-1)

@@ -23,7 +23,7 @@ _MAX_UNREAD = 1024  # steps and changes of requests; with more, all live request
 
 
 def attach(runner: Any, speculator: Any) -> None:
-    """Creates a learner if any part of the speculator's proposer learns. It follows the runner once the target is
+    """Creates a learner if any part of the speculator's proposer learns. It observes the runner once the target is
     loaded."""
 
     def loaded(target: nn.Module) -> None:
@@ -87,7 +87,7 @@ class Readings:
             self._put(request_ids)
 
     def on_step(self, input_batch: Any, hidden_states: torch.Tensor, last_rows: torch.Tensor) -> None:
-        """Begins to copy each request's K + 1 states of a step, out of [num_tokens, H] and up to its last accepted row,
+        """Starts to copy K + 1 states of each request in a step, from [num_tokens, H] and up to its last accepted row,
         and the states that an exit has read for the same tokens."""
         num_rows, size, exits = len(last_rows) * self._width, len(self._ring), self._learner.exits
         at = self._num_taken % size

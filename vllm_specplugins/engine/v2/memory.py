@@ -1,4 +1,4 @@
-"""Model Runner V2: the memory of drafting. Adds our CUDA graphs to vLLM's estimate of them, which it makes before the
+"""Model Runner V2: the memory of drafting. Adds our CUDA graphs to the estimate that vLLM makes before it allocates the
 KV cache, and logs the large buffers in one line."""
 
 import gc
@@ -16,7 +16,7 @@ _LEAST_BYTES = 1 << 20  # of a graph, as in vLLM's estimate
 
 
 class FewGraphs(dict[int, Any]):
-    """A speculator's graph managers by depth during vLLM's profile, where each records only its largest graphs."""
+    """A speculator's graph managers by depth during vLLM's profile, in which each records only its largest graphs."""
 
     def __init__(self, runner: Any):
         self._runner = runner
@@ -28,7 +28,7 @@ class FewGraphs(dict[int, Any]):
         return super().items()
 
     def get(self, *_: Any) -> None:
-        """None: nothing replays."""
+        """Returns None: nothing is replayed."""
 
     def missing_bytes(self) -> int:
         """The memory of the graphs that were not recorded; vLLM has measured the others."""

@@ -18,14 +18,14 @@ _WARM_UP = ("_warmup_", "_v2_")  # how the names of the requests begin with whic
 
 
 def warms_up(request_ids: Sequence[str]) -> bool:
-    """Whether vLLM warms up with a batch of these requests. Such a batch holds no other requests."""
+    """Whether vLLM warms up with a batch of these requests. Such a batch contains no other requests."""
     return bool(request_ids) and request_ids[0].startswith(_WARM_UP)
 
 
 class Request:
-    """A request as drafting sees it, created when the runner adds vLLM's NewRequestData: a new request, or one resumed
-    after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does not follow its tokens,
-    and `token_ids` stays empty."""
+    """A request as drafting sees it, created when the runner adds vLLM's NewRequestData, for a new request or one that
+    resumes after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does not track its
+    tokens, and `token_ids` stays empty."""
 
     def __init__(self, new: Any, slot: int, max_model_len: int, reads_tokens: bool = False):
         self.request_id, self.slot, self.sampling_params = new.req_id, slot, new.sampling_params
@@ -52,7 +52,7 @@ class Request:
 
 
 class DraftLimits:
-    """The limits of all request slots, in tensors that stay in place because graphs read them. A request may allow only
+    """The limits of all request slots, in tensors at fixed addresses because graphs read them. A request may allow only
     some of a cascade's `stages`."""
 
     def __init__(self, req_states: Any, max_num_draft: int, device: torch.device, stages: Sequence[StageConfig] = ()):
@@ -82,6 +82,6 @@ class DraftLimits:
         self._limits[values[:, 0]] = values[:, 1:].int()
 
     def wanted(self, rows: Rows, mapping: torch.Tensor) -> Wanted:
-        """How many tokens each row wants, by the rule of `draft_limit`; kernels/steps describes `mapping`."""
+        """The number of tokens that each row wants, by the rule of `draft_limit`; kernels/steps describes `mapping`."""
         limits = self._req_states.total_len.gpu, self._limits, self._step_limit_there
         return limit(rows, *limits, mapping, tuple(self.of_stages))

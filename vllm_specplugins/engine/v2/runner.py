@@ -30,7 +30,7 @@ from vllm_specplugins.methods import forces_tokens
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Makes vLLM build a runner with our speculator: V2 has a closed list of speculators."""
+    """Makes vLLM build a runner with our speculator, since V2 has a fixed list of speculators."""
     original = model_runner.init_speculator
     kind: Any = import_object(vllm_config.speculative_config.plan.speculator)
 
@@ -44,7 +44,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
-    """Makes our speculator follow the runner's requests and steps, and reports true draft lengths to the scheduler."""
+    """Connects our speculator to the runner's requests and steps, and reports true draft lengths to the scheduler."""
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
         return
@@ -90,7 +90,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
 
 def put_forced(runner: Any, scheduler_output: Any) -> None:
-    """Puts a grammar's forced tokens among the drafts, with a one-hot q, before the step that verifies them."""
+    """Inserts a grammar's forced tokens into the drafts, with a one-hot q, before the step that verifies them."""
     slots_of = runner.req_states.req_id_to_index
     forced = forced_in(scheduler_output).items()
     cells = [(slots_of[id_], num + i, token) for id_, (num, ids) in forced for i, token in enumerate(ids)]

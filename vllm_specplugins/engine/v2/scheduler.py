@@ -1,10 +1,10 @@
-"""Schedulers of Model Runner V2: choose how many tokens a step drafts per request, and plan their verification. The
-number is the same for all requests and follows from the measured times and accepted tokens of steps
+"""Schedulers of Model Runner V2: they choose the number of tokens that a step drafts per request, and plan their
+verification. The number is the same for all requests and follows from the measured times and accepted tokens of steps
 (gate/step_times.py). Only the scheduler's process chooses it, so ranks cannot differ.
 
 The asynchronous scheduler plans a step before its drafts exist. If drafts are trimmed on the device, it plans K tokens,
-otherwise the length of the request's last known draft, which the worker reports on its output. From the third step on,
-a request without a match thus costs one token, not K + 1; before, its options count.
+otherwise the length of the request's last known draft, which the worker reports on its output. From its third step on,
+a request without a match therefore costs one token instead of K + 1; before, its options set the length.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ _FREE = 64  # tokens of a step that a GPU verifies in the time of one token a re
 class StepLengths:
     """vLLM's `dynamic_sd_lookup`: maps a number of requests to the number of tokens to draft for each in this step.
 
-    A length holds for at least two steps: the second one drafts as many tokens as it verifies, so its time is that of
-    the length. Steps are timed from end to end, since device and host each work on one at a time. `clock` returns
-    seconds; StepTimes describes `longest_chain`, `cliff` and `trims`.
+    A length stays for at least two steps: the second one drafts as many tokens as it verifies, so its time belongs to
+    that length. A step's time runs from the end of the previous step to its end, since device and host each process one
+    step at a time. `clock` returns seconds; StepTimes describes `longest_chain`, `cliff` and `trims`.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         )
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Cuts the plan of requests with structured output, since vLLM fills a row of its mask for each planned
+        """Shortens the plan of requests with structured output, since vLLM fills a row of its mask for each planned
         token."""
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         before, self._num_tokens = self._num_tokens, {}

@@ -1,1 +1,1 @@
-"""vLLM's names that we use: the reasons for replacements (`replaced.toml`), and the check of a version."""
+"""vLLM's names that we use: the reasons for replacements (`replaced.toml`), and the check of a vLLM version."""

@@ -1,6 +1,6 @@
-"""Checks every vLLM name that we replace, override or read, before a method of ours runs. vllm_names.json lists the
+"""Checks every vLLM name that we replace, override or read, before one of our methods runs. vllm_names.json lists the
 names, with the parameters of functions (tests/engine/vllm_names.py generates it); replaced.toml states the reasons for
-replacements. The check parses vLLM's source and imports nothing of it, so it also works on an unpacked wheel."""
+replacements. The check parses vLLM's source without importing it, so it also works on an unpacked wheel."""
 
 import ast
 import json
@@ -48,7 +48,7 @@ def names() -> Mapping[str, Mapping[str, str | None]]:
 
 @cache
 def probe_installed() -> tuple[str, ...]:
-    """A sentence for each of `names` that the installed vLLM lacks; empty if we can run on it."""
+    """A sentence for each of `names` that the installed vLLM lacks; empty if the plugin can run."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return ("vLLM is not installed",)
@@ -70,7 +70,7 @@ def probe(package: Path) -> Iterator[str]:
 
 
 def fit(parameters: str, listed: str) -> bool:
-    """Whether a function takes the listed parameters. After "..." others may stand among them.
+    """Whether a function takes the listed parameters. After "..." further parameters may stand between them.
 
     >>> fit("self a b new c", "self a ... c"), fit("self b c", "self a ... c"), fit("self a new", "self a")
     (True, False, False)

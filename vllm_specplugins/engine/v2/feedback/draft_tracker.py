@@ -1,4 +1,4 @@
-"""Model Runner V2: follows drafts on the device until they are verified, counts them, and learns acceptance
+"""Model Runner V2: tracks drafts on the device until they are verified, counts them, and learns acceptance
 probabilities from them, as gate/draft_tracker.py does on the host. A recorded CUDA graph reads the inputs from buffers.
 R: rows of the batch or of a graph, K: max draft tokens."""
 
@@ -21,14 +21,14 @@ from vllm_specplugins.structures.drafts import DraftArrays
 
 
 class DraftTracker:
-    """Follows the drafts of all request slots. The padding rows of a graph use the slot after the last one.
+    """Tracks the drafts of all request slots. The padding rows of a graph use the slot after the last one.
 
     Args:
         num_stages: of a cascade; 1 for a single method.
 
     Attributes:
         accept_probs: [rows, K], of this step's drafts, 0 after a draft's end.
-        shared_probs: the same by slot, where the host reads them, too; None: see new_accept_probs.
+        shared_probs: the same by slot, in memory that the host can also read; None: see new_accept_probs.
         learned: the observed draft if it is not the one sent.
         fates: the last draft's outcome, (accepted + 1, rejected), [R] int32 each.
     """
@@ -73,7 +73,7 @@ class DraftTracker:
         self.tally.begin(bool(sampled))
 
     def rest(self) -> None:
-        """Takes a step without drafts. The next drafts get probability 1, so they are verified as a whole."""
+        """Records a step without drafts. The next drafts get probability 1, so they are verified as a whole."""
         if self.shared_probs is None:
             self.accept_probs.fill_(1.0)
         else:
@@ -91,12 +91,12 @@ class DraftTracker:
         return Rows(*(buffer[:num_rows] for buffer in self._rows))
 
     def observe(self, num_rows: int) -> None:
-        """Learns from the outcome of the last drafts; once a step, before `keep`."""
+        """Learns from the outcome of the last drafts; called once per step, before `keep`."""
         slots, *fates = self.step_rows(num_rows)
         acceptance.observe(self._state, slots, *(self.fates or fates))
 
     def worth(self, drafts: DraftArrays, copies_from: int | None = None, other: Other | None = None) -> Worth:
-        """Compares drafts with another stage. Rows copy if they gain at least `copies_from` tokens."""
+        """Compares drafts with another stage. A row counts as copying if it gains at least `copies_from` tokens."""
         slots, copies = self._rows.slots[: len(drafts.num_draft)], None
         if copies_from is not None and self._copies is not None:
             copies = self._copies.mapped, copies_from
@@ -109,15 +109,15 @@ class DraftTracker:
         return survival
 
     def watch_copies(self) -> None:
-        """Makes `worth` send the host which requests copy."""
+        """Makes `worth` report to the host which requests copy."""
         self._copies = new_accept_probs(self._padding, 1, self.device)
 
     def copies(self, slots: np.ndarray) -> bool:
-        """Whether all requests of these slots copied, one or two steps ago."""
+        """Whether all requests of these slots copied one or two steps ago."""
         return self._copies is not None and bool(self._copies.host[slots].all())
 
     def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool) -> None:
-        """Remembers a step's drafts, and counts them, the outcome of the last ones and `max_draft` [R], the tokens that
+        """Stores a step's drafts, and counts them, the outcome of the last drafts and `max_draft` [R], the tokens that
         each row wanted. With `rates` the tracker predicts `accept_probs`; otherwise the caller has filled them in."""
         num_rows, state, staged = len(max_draft), self._state, None
         learned = drafts if self.learned is None else self.learned

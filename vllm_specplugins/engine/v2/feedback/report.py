@@ -1,5 +1,5 @@
-"""Model Runner V2: copies from the device to the host that no step waits for, and the report of drafts' true lengths to
-the scheduler; vLLM's handler reports K each."""
+"""Model Runner V2: copies from the device to the host without a wait in any step, and reports the true lengths of
+drafts to the scheduler; vLLM's handler reports K for each draft."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class AsyncCopy:
 
 
 class ArrivingLengths:
-    """The number of draft tokens of each request, which is still being copied. Pickling turns it into a dictionary."""
+    """The number of draft tokens of each request, while it is copied. Pickling turns it into a dictionary."""
 
     def __init__(self, arriving: AsyncCopy):
         self._arriving = arriving
@@ -67,7 +67,8 @@ class DraftReport:
     """A runner's `draft_tokens_handler`.
 
     Attributes:
-        trims: whether the device trims drafts, or all have the planned length; then only structured output reads them.
+        trims: whether the device trims drafts. Otherwise all have the planned length, and only structured output reads
+        them.
     """
 
     trims: Callable[[], bool] = staticmethod(lambda: False)
@@ -79,12 +80,12 @@ class DraftReport:
     def tell(
         self, lengths: ArrivingLengths | dict[str, int], rows: Callable[[], list[list[int]]] | None = None
     ) -> None:
-        """Takes the drafts of the step that ends now. `rows` gives their tokens, perhaps with others after a draft's
-        end, if structured output checks them; other drafts stay on the device, with ids of -1."""
+        """Accepts the drafts of the step that ends now. If structured output checks them, `rows` returns their tokens,
+        possibly with further tokens after a draft's end. Other drafts stay on the device, and have ids of -1."""
         self._lengths, self._rows = lengths, rows
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
-        """Does nothing: `tell` has the drafts already."""
+        """Does nothing, since `tell` already has the drafts."""
 
     def get_draft_tokens(self) -> DraftTokenIds:
         lengths = dict(self._lengths.items())
@@ -92,6 +93,6 @@ class DraftReport:
         return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
 
     def num_draft(self) -> ArrivingLengths | dict[str, int]:
-        """The lengths, for a scheduler that plans before the drafts exist. Those of trimmed drafts would cut the draft
-        of a later step."""
+        """The lengths of drafts, for a scheduler that plans before the drafts exist. The lengths of trimmed drafts are
+        not sent, since they would cut the draft of a later step."""
         return {} if self.trims() else self._lengths

@@ -1,5 +1,5 @@
-"""Model Runner V2: totals of drafts and their outcomes on the device. A report begins a copy to the host and the next
-report reads it, so no step waits. R: rows of the batch or of a graph, K: max draft tokens, M: stages."""
+"""Model Runner V2: totals of drafts and their outcomes on the device. Each report starts a copy to the host, which the
+next report reads, so no step waits. R: rows of the batch or of a graph, K: max draft tokens, M: stages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,11 +58,11 @@ class Tally:
         self._by_slot.index_fill_(0, async_tensor_h2d(np.array(list(slots.values())), self._by_slot.device), 0)
 
     def add(self, feedback: Feedback) -> None:
-        """Does nothing: the device counts."""
+        """Does nothing, since the device counts."""
 
     def take(self, request_ids: Sequence[str]) -> list[float]:
-        """The acceptance rates of requests that had ended at the last call; begins a copy for those that have ended
-        since."""
+        """Returns the acceptance rates of requests that had ended at the last call, and starts a copy for those that
+        have ended since."""
         pairs = np.concatenate([np.zeros((0, 2), np.int64), *(arriving.values() for arriving in self._over)])
         slots = [slot for request_id in request_ids if (slot := self._slots.pop(request_id, None)) is not None]
         self._over.clear()
@@ -83,7 +83,7 @@ class Tally:
         slots: torch.Tensor,  # [R], -1: padding
         is_drawn: torch.Tensor | None = None,  # [R, T] bool, tokens that count; None: all
     ) -> None:
-        """Counts tokens drawn from logits that are no distribution."""
+        """Counts tokens drawn from logits that form no distribution."""
         is_broken = ~q_logits.amax(dim=-1).isfinite() & (slots >= 0)[:, None]
         if is_drawn is not None:
             is_broken &= is_drawn
@@ -91,7 +91,7 @@ class Tally:
         self._totals[start : start + 1] += (is_broken.sum(dim=1) * self._once[: len(slots)]).sum()
 
     def move_to(self, counters: Counters, stages: Sequence[StageCounters]) -> None:
-        """Adds the counts of the copy that the last call began, and begins the next copy."""
+        """Adds the counts of the copy that the last call started, and starts the next copy."""
         if self._rests:
             counters.add_fates({(0, 0): self._rests})
             count(counters.draft_lengths, 0, self._rests)

@@ -1,6 +1,6 @@
 """Model Runner V2: the base of our speculators, with the buffers of those that run the target's layers. Nothing here
-waits for the device. Rows in the middle of their prompt are drafted for, too: the scheduler drops their tokens, and
-later steps overwrite their slots of the KV cache."""
+waits for the device. Rows in the middle of their prompt also draft: the scheduler drops their tokens, and later steps
+overwrite their slots of the KV cache."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -28,9 +28,9 @@ from vllm_specplugins.target import Sampling, Target
 
 
 class Speculator(DraftModelSpeculator):
-    """A draft model without weights and attention layers, as V2 sees it. `idx_mapping` holds the slots of the rows.
-    Drafting reads vLLM's states of requests, from buffers that a graph can read. Sampling parameters are copied once
-    per request, since vLLM's copies change places."""
+    """For V2, a draft model without weights and attention layers. `idx_mapping` holds the slots of the rows. Drafting
+    reads vLLM's request states from buffers that a graph can read. Sampling parameters are copied once per request,
+    since vLLM's copies move."""
 
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
@@ -72,7 +72,7 @@ class Speculator(DraftModelSpeculator):
             self.draft_logits = self._draft_logits[:rows]
 
     def attach(self, runner: Any) -> None:
-        """Follows a runner that has loaded nothing yet, once there is a barrier."""
+        """Connects to a runner that has loaded nothing yet, once there is a barrier."""
         self.runner = runner
 
     def stop(self) -> None:
@@ -102,7 +102,7 @@ class Speculator(DraftModelSpeculator):
         self.supports_decode_metadata_update &= all(updates_in_place(group) for group in chain(*self.attn_groups))
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
-        """Builds metadata for the target's layers, but hides them, since the runner must see no layers of ours."""
+        """Builds metadata for the target's layers and hides them, since the runner must not see layers of ours."""
         if not self.runs_target:
             return
         no_layers: set[str] = self.draft_attn_layer_names
@@ -137,7 +137,7 @@ class Speculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Returns drafts [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
+        """Returns drafts [num_reqs, K] int64, padded with 0, which can be verified as a token."""
         num_reqs = input_batch.num_reqs
         if self.is_off:
             self.report.tell(dict.fromkeys(input_batch.req_ids, 0))
@@ -164,7 +164,8 @@ class Speculator(DraftModelSpeculator):
         return input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
 
     def plan_for(self, seq_lens: torch.Tensor) -> None:
-        """Sets the longest context that attention plans for, on the host: these lengths and a draft. No graphs."""
+        """Sets the longest context that attention plans for, on the host: these lengths plus a draft. Not for
+        graphs."""
         max_model_len = self.vllm_config.model_config.max_model_len  # vLLM may have fitted it to the memory
         self.draft_max_seq_len = min(int(seq_lens.max()) + self.num_speculative_steps, max_model_len)
 

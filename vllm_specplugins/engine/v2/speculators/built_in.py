@@ -1,5 +1,5 @@
-"""Model Runner V2: a drafter of vLLM's as a stage of a cascade. vLLM's factory creates it, and it reads all tokens of
-every step, so that its KV cache is complete."""
+"""Model Runner V2: a drafter of vLLM as a stage of a cascade. vLLM's factory creates it. It reads all tokens of every
+step, so its KV cache is complete."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from vllm_specplugins.structures.drafts import DraftArrays, better, of_stage
 
 
 class BuiltInDrafts:
-    """A source on the device: the drafts of vLLM's speculator, in its persistent buffers.
+    """A source on the device: the drafts in the persistent buffers of vLLM's speculator.
 
     Args:
         max_num_draft: K of the cascade.
@@ -39,21 +39,21 @@ class BuiltInDrafts:
         self._num, self._num_there = 0, torch.zeros((), dtype=torch.int32, device=theirs.device)
 
     def begin(self, num_tokens: int) -> None:
-        """Begins a step in which it drafts num_tokens for each request."""
+        """Begins a step in which it drafts num_tokens tokens for each request."""
         if num_tokens != self._num:
             self._num = num_tokens
             self._num_there.fill_(num_tokens)
 
     def start(self) -> None:
-        """Its drafting starts."""
+        """Records that drafting starts."""
 
     def take(self, drafts: torch.Tensor, num_tokens: int) -> "BuiltInDrafts":
-        """Takes its drafts, of which the first num_tokens tokens are new."""
+        """Accepts its drafts, in which the first num_tokens tokens are new."""
         self.begin(num_tokens)
         return self
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """Chooses for each row the previous source's draft or this one's, whichever gains more."""
+        """Chooses, for each row, the previous source's draft or this one's, whichever gains more."""
         assert prefix is not None
         drafts, gains = self.drafts(max_tokens), None
         if batch.rates:
@@ -70,7 +70,7 @@ class BuiltInDrafts:
 
 
 class DraftsForHost:
-    """Copies the drafts of vLLM's speculator in a step to the host, and times them."""
+    """Copies the drafts of vLLM's speculator to the host, and times the drafting."""
 
     def __init__(self, theirs: Any):
         self._theirs, self._is_cuda = theirs, theirs.device.type == "cuda"
@@ -100,8 +100,8 @@ class DraftsForHost:
 
 
 class TrimmedGraphs(SpeculatorCudaGraphManager):
-    """vLLM's graphs of a drafter's first step for any lengths up to `longest`, like the target's graphs where drafts
-    are trimmed on the device; None: the batch has a prompt."""
+    """vLLM's graphs of a drafter's first step, for any lengths up to `longest`, as for the target if the device trims
+    drafts; None if the batch has a prompt."""
 
     longest: int | None = None
 
@@ -110,12 +110,11 @@ class TrimmedGraphs(SpeculatorCudaGraphManager):
 
 
 def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
-    """Creates vLLM's speculator so that it reports each token's acceptance probability, by a head (dspark) or by vLLM's
-    estimator, which reads the draft's logits. draft_model reports none: it has no graphs, and the estimator would take
-    a launch per token.
-
-    vLLM reports only under adaptive verification, so only the factory sees that setting: our gate trims the drafts. The
-    estimator observes nothing, since verified tokens are often another stage's; the gate's records do.
+    """Creates vLLM's speculator so that it reports each token's acceptance probability, from a head (dspark) or from
+    vLLM's estimator, which reads the draft's logits. draft_model reports none: it has no graphs, and the estimator
+    would need a launch per token. vLLM reports probabilities only under adaptive verification, so the factory alone
+    sees that setting, and our gate trims the drafts. The estimator does not learn from outcomes, since the verified
+    tokens often come from another stage; the gate's records do.
     """
     alone = for_built_in(vllm_config)
     speculative_config = alone.speculative_config
@@ -130,7 +129,7 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
 
 
 def context_alone(theirs: Any) -> dict[str, Any]:
-    """Attributes with which a drafter of whole blocks (dflash, dspark) reads verified tokens and drafts nothing."""
+    """Attributes that make a drafter of whole blocks (dflash, dspark) read verified tokens without drafting."""
     if not isinstance(theirs, DFlashSpeculator):
         return {}
     without = theirs.vllm_config, theirs.device, CUDAGraphMode.NONE, theirs.num_query_per_req
@@ -139,9 +138,9 @@ def context_alone(theirs: Any) -> dict[str, Any]:
 
 
 def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, *arguments: Any) -> Any:
-    """Returns vLLM's speculator, changed so that it drafts first, and then our speculator of this kind proposes. The
-    runner holds vLLM's, since it prepares that speculator's layers and KV cache. It is built with the K of its stage,
-    but reads steps that verified up to `max_num_draft` tokens of each request."""
+    """Returns vLLM's speculator, changed so that it drafts first and our speculator of this kind proposes afterwards.
+    The runner holds vLLM's speculator, since it prepares that speculator's layers and KV cache. The speculator is built
+    with the stage's K, but reads steps that verified up to `max_num_draft` tokens per request."""
     theirs, ours = rating(build, vllm_config, *arguments), kind(without_built_in(vllm_config), *arguments)
     max_num_draft = vllm_config.num_speculative_tokens
     is_on_device = vllm_config.speculative_config.plan.on_device
@@ -163,7 +162,7 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
         return ours.offers.take(drafts, num_tokens)
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
-        """Records its first step, which reads verified tokens, as wide as a step of the target."""
+        """Records its first step, which reads verified tokens and is as wide as a step of the target."""
         with replaced(theirs, {"num_speculative_steps": max_num_draft}):
             original_init(cudagraph_mode)
         # Its layers use the target's metadata, whose graphs are of any lengths where all layers attend alike.

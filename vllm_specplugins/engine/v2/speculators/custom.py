@@ -1,5 +1,5 @@
-"""Model Runner V2: drafts of another package's `device.DeviceProposer`. An exception, or a result of another form, ends
-its drafting until the engine starts again, since no Python runs in a recorded graph; requests go on."""
+"""Model Runner V2: drafts of another package's `device.DeviceProposer`. After an exception, or a result of another
+form, it drafts nothing until the engine starts again, since no Python runs in a recorded graph. Requests continue."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 class CustomDrafts:
-    """A part of the device's first source, like the tables of a lookup."""
+    """A part of the first source on the device, like the tables of a lookup."""
 
     proposer: Any  # set by Lookups.new_proposer
     stop: Callable[[], None]  # the speculator's; set by DeviceSpeculator.attach
@@ -35,7 +35,7 @@ class CustomDrafts:
             self._call(lambda: self.proposer.forget(gone))
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
-        """The draft of each row, cut at max_draft [R] and before a token that does not exist."""
+        """The draft of each row, cut at max_draft [R] and before a token outside the vocabulary."""
         zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
         rows = slots.clamp(max=len(self._texts.lengths) - 1)
         drafted = self._call(lambda: self._checked(self.proposer.draft(self._texts, rows, max_draft), len(slots)))

@@ -1,7 +1,7 @@
-"""Model Runner V2: lookups, a model proposer, or a lookup beside a model proposer or a drafter of vLLM's, on the device
-and without a wait. One CUDA graph per batch size and depth captures matching, drafting, choosing, acceptance
-probabilities and counters. All ranks of a tensor-parallel group draw the same noise, and so the same tokens. R: rows of
-the batch or of a graph, K: max tokens of a draft."""
+"""Model Runner V2: lookups, a model proposer, or a lookup with a model proposer or a drafter of vLLM, on the device and
+without a wait. One CUDA graph per batch size and depth records matching, drafting, the choice, acceptance probabilities
+and counters. All ranks of a tensor-parallel group draw the same noise, and therefore the same tokens. R: rows of the
+batch or of a graph, K: max tokens of a draft."""
 
 import time
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from vllm_specplugins.target import Target
 
 
 class DeviceSpeculator(Speculator):
-    """Drafts on the device. Drafting outside of a graph is guarded like any proposer."""
+    """Drafts on the device. Outside of a graph, a guard protects drafting as for any proposer."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
@@ -149,7 +149,7 @@ class DeviceSpeculator(Speculator):
         return self.outcomes.copies(input_batch.idx_mapping_np)
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
-        """Whether this step drafts nothing, like the last one. A drafter of vLLM's has to see all tokens."""
+        """Whether this step drafts nothing, like the last one. A drafter of vLLM must see all tokens."""
         rests = self.offers is None and self.tally.rests(input_batch, max_tokens)
         if rests:
             self.outcomes.rest()

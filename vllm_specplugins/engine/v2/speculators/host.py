@@ -1,6 +1,6 @@
-"""Model Runner V2: a proposer that reads tokens on the host, with the target's layers or without. It waits for one
-small copy of the sampled tokens per step. Under tensor parallelism rank 0 drafts for the other ranks unless the target
-drafts: a time-out on one rank must not make the ranks verify different drafts."""
+"""Model Runner V2: a proposer that reads tokens on the host, with or without the target's layers. It waits for one
+small copy of the sampled tokens per step. Under tensor parallelism, rank 0 drafts for all ranks unless the target's
+layers draft: after a time-out on one rank, the ranks would verify different drafts."""
 
 import time
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class HostSpeculator(Speculator):
         """Nothing to capture."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Adds requests, of which one may be the next turn of a session."""
+        """Adds requests; a request may be the next turn of a session."""
         super().add(requests)
         self.remove({request.request_id for request in requests if request.request_id in self._requests})
         self._requests |= {request.request_id: request for request in requests if request.has_token_ids}

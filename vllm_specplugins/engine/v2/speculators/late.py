@@ -1,6 +1,6 @@
-"""Model Runner V2: drafts of a proposer on the host without a wait. It drafts in a thread from the tokens that have
-arrived, which are a step or two old. The device compares the draft with the tokens sampled since; if they agree, it
-drafts the tokens after these. R: rows of the batch, L: 3 K + 2 tokens, a draft of K after two steps of K + 1 each."""
+"""Model Runner V2: drafts of a proposer on the host, without a wait. It drafts in a thread from the tokens that have
+arrived, which are one or two steps old. The device compares the draft with the tokens sampled since; if they agree, the
+rest of the draft follows them. R: rows of the batch, L: 3 K + 2 tokens, a draft of K after two steps of K + 1 each."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _Step = tuple[SampledTokens, list[tuple[int, Request]]]  # requests with their r
 
 
 class LateDrafts:
-    """Drafts in the proposer's thread, and their table on the device."""
+    """Drafts made in the proposer's thread, and their table on the device."""
 
     guard: Guard  # of the proposer; set by runner.attach
 
@@ -80,7 +80,8 @@ class LateDrafts:
             self._forget_all()
 
     def step(self, max_draft: int) -> None:
-        """Takes finished drafts and asks for more, on every rank, before a step that drafts up to `max_draft`."""
+        """Collects finished drafts and asks for new ones, on every rank, before a step that drafts up to
+        `max_draft`."""
         if self._drafts:
             self._max_draft = max_draft
             self._take_turns()
@@ -88,7 +89,7 @@ class LateDrafts:
             self._group.broadcast(self._table, src=0)
 
     def settle(self) -> None:
-        """Shows the proposer all tokens that have arrived, since no step follows for a while."""
+        """Shows the proposer all tokens that have arrived, since no step will follow for a while."""
         if self._drafts:
             self.guard.settle()
             self._begin(0)
@@ -176,7 +177,7 @@ class LateDrafts:
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None = None) -> Match:
         """Returns the rest of each row's draft in the form of a match in a text. Slots and limits are [R]. A graph may
-        record it."""
+        record the call."""
         slots = slots.long()
         row, lengths = self._table[slots], self._req_states.total_len.gpu[slots]
         start, drafted, tokens = row[:, _START], row[:, _NUM_DRAFT], row[:, _TOKENS:]

@@ -1,5 +1,5 @@
-"""Model Runner V2: the device's first source: drafts that copy from requests' texts and references, those of a proposer
-on the host that sends them without a wait, or those of another package's proposer on the device."""
+"""Model Runner V2: the first source on the device. Its drafts are copies from requests' texts and references, late
+drafts of a proposer on the host, or drafts of another package's proposer on the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +20,8 @@ from vllm_specplugins.structures.drafts import DraftArrays, either, of_stage, to
 
 
 class Lookups:
-    """Prefers the drafts of a proposer on the host; those of a lookup there, which has searched texts that the device
-    does not hold, where its match is longer (`to_beat`)."""
+    """Prefers the drafts of a proposer on the host. A lookup on the host has also searched texts that the device does
+    not hold; its drafts are preferred only if their match is longer (`to_beat`)."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, device: torch.device):
         config, self.texts, self.late = vllm_config.speculative_config, None, None

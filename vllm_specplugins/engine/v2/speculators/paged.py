@@ -15,8 +15,8 @@ from vllm_specplugins.engine.target.layers import PagedLayers
 
 class PagedForward(PagedLayers):
     """target.PagedForward for the first rows of the speculator's buffers. Given metadata and slots belong to a graph
-    that is being recorded; otherwise they are created here. Without `attends` there is no KV cache yet: the memory for
-    it is still being measured."""
+    that is being recorded; otherwise they are created here. Without `attends` there is no KV cache yet, since vLLM
+    still measures the memory for it."""
 
     def __init__(
         self,

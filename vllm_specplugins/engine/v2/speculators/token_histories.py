@@ -49,13 +49,14 @@ class TokenHistories:
         self.histories.distances.index_fill_(0, slots, NO_MATCH)
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """Drops requests that finished, were aborted or were preempted; steps in flight still read them."""
+        """Drops finished, aborted and preempted requests. Steps in flight may still read their slots."""
         for request_id in request_ids:
             if request_id in self._taken:
                 self._spans.give_back(*self._taken.pop(request_id))
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
-        """The match of each row. `longest` limits the tokens of a text; None: a graph is recorded, for any text."""
+        """The match of each row. `longest` is an upper bound of a text's tokens; None while a graph is recorded, which
+        must fit any text."""
         if longest is not None:
             longest = max(longest, *(size for _, size in self._taken.values()), 1)
         return history_match(

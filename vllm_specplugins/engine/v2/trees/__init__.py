@@ -1,1 +1,2 @@
-"""Draft trees on Model Runner V2: masks and positions before the target runs; the walk and moves of K/V after it."""
+"""Draft trees on Model Runner V2: masks and positions before the target runs, the walk and the moves of keys and values
+after it."""

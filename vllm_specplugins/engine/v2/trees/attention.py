@@ -1,6 +1,6 @@
-"""vLLM's Triton attention with a mask of ancestors for steps that verify trees; other steps run vLLM's kernel. A
-request's tokens outside of its tree are causal, so trees, chains and chunks of prompts share one launch. It does not
-split long texts: a program reads all keys of a request."""
+"""vLLM's Triton attention with a mask of ancestors for steps that verify trees; other steps run vLLM's kernel. Tokens
+outside of a tree are causal, so trees, chains and chunks of prompts share one launch. Long texts are not split: one
+program reads all keys of a request."""
 
 from typing import Any
 

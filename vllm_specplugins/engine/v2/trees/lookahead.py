@@ -1,5 +1,5 @@
-"""Model Runner V2: lookahead decoding, alone or with what a lookup leaves free of a tree. R: rows, K: nodes of a tree,
-beside its root."""
+"""Model Runner V2: lookahead decoding, alone or in the nodes of a tree that a lookup leaves free. R: rows, K: nodes of
+a tree without its root."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,8 @@ from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 
 
 class LookaheadSpeculator(TreeSpeculator):
-    """Drafts trees with windows. A row that wants less than a tree, or may have none, gets the lookup's chain or the
-    newest guess."""
+    """Drafts trees with windows. A row that wants fewer tokens than a tree, or may not have one, gets the lookup's
+    chain or the newest guess."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)

@@ -1,6 +1,6 @@
 """Model Runner V2: a model proposer that drafts trees, which may contain a lookup's chain. The scheduler plans a whole
-tree, a chain, or no draft. A lookup's acceptance probabilities are learned from the emitted tokens beside its chain,
-whichever path of the tree was accepted. R: rows, K: nodes of a tree."""
+tree, a chain, or no draft. A lookup's acceptance probabilities are learned by comparing its chain with the emitted
+tokens, whichever path of the tree was accepted. R: rows, K: nodes of a tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ trees.register()  # in the worker, which imports this before it builds layers
 
 
 class TreeSpeculator(DeviceSpeculator):
-    """Drafts trees. It is also a source: of trees, and of a model's chains in shorter steps."""
+    """Drafts trees. It is also a source of trees, and of a model's chains in shorter steps."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)

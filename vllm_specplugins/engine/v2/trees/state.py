@@ -1,8 +1,8 @@
-"""The draft trees of all request slots, and their part in a step, on the device and without a wait.
+"""The draft trees of all request slots and their verification in a step, on the device and without a wait.
 
 A node's slot of the KV cache follows its index, its position follows its depth. A tree stays until the request's next
-draft; the scheduler may cut it. Any tree is verified exactly, since the tables hold the nodes that were fed and their
-places. S: slots of requests, W: nodes, root included.
+draft; the scheduler may cut it. Verification of any tree is exact, since the tables hold the nodes that the target read
+and their places. S: slots of requests, W: nodes, root included.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class Trees:
     """The tables of all trees.
 
     Args:
-        num_nodes: of a tree without its root, W - 1.
+        num_nodes: nodes of a tree without its root, W - 1.
     """
 
     masks = False  # whether attention goes by `bits` and `first`
@@ -86,8 +86,8 @@ class Trees:
         compact(self._caches, self._pointers, table, path[:, 0], path, num_emitted * 0)
 
     def add(self, slots: list[int], branches: list[bool]) -> None:
-        """Adds requests that are new, or resumed after a preemption. Only those with `branches` may have trees: edits
-        of a row's logits by earlier tokens, and reports of logits, assume a chain."""
+        """Adds requests that are new, or resumed after a preemption. Only those with `branches` may have trees, since
+        edits of logits that depend on earlier tokens, and reports of logits, assume a chain."""
         rows, branches_there = async_tensor_h2d(np.array([slots, branches]), self.bits.device)
         self._branches[rows] = branches_there.bool()
         self.put(rows, self.chain)
@@ -97,7 +97,8 @@ class Trees:
         return self._branches[self.table_rows(rows)]
 
     def put(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
-        """Stores new trees of these slots, -1 for padding: parents [R or 1, W - 1] int64 of all nodes but the root."""
+        """Stores new trees of these slots, -1 for padding: parents [R or 1, W - 1] int64 of all nodes except the
+        root."""
         rows, parents = self.table_rows(rows), pad(parents, (1, 0))
         self._parents[rows] = parents
         self._depths[rows], self._ancestors[rows] = ancestors(parents)
@@ -166,8 +167,8 @@ class Trees:
         max_num_draft: int,
         draft_logits: torch.Tensor | None = None,  # [S, >= D, vocab_size], of sampled drafts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws each row's token like `rejection_sample` with a one-hot q, or in rounds, with its depth's noise, and
-        follows it."""
+        """Draws each row's token with the noise of its depth, like `rejection_sample` with a one-hot q or in rounds,
+        and follows the tokens."""
         states, local, num_logits = states.long(), local.long(), len(logits)
         places = positions + self._depths[states, local] - local
         alone = torch.arange(num_logits + 1, dtype=torch.int32, device=logits.device)
@@ -189,7 +190,8 @@ class Trees:
     def follow(
         self, slots: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Walks trees with these tokens, and the target's after them, [R, W] int64; see kernels.trees.walk."""
+        """Walks trees of these tokens along the target's tokens after them, [R, W] int64 each; see
+        kernels.trees.walk."""
         emitted, num_emitted, path = walk(self._parents[slots], tokens, drawn)
         self._path[slots] = path
         return emitted, num_emitted

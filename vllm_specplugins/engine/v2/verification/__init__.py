@@ -1,1 +1,1 @@
-"""Model Runner V2: samples and verifies with our kernels, which are checked and warmed up before they serve."""
+"""Model Runner V2: samples and verifies with our kernels, after a check and a warm-up."""

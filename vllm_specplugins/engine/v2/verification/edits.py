@@ -1,4 +1,4 @@
-"""Model Runner V2: vLLM's edits of logits before the temperature, with its three processors in one launch."""
+"""Model Runner V2: vLLM's edits of logits before the temperature; one launch does the work of three processors."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ _FUSED = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
 class LogitsEditor:
-    """Applies a sampler's logits processors and thinking budget; reads the arrays of vLLM's processors."""
+    """Applies a sampler's logits processors and thinking budget, and reads the arrays of vLLM's processors."""
 
     def __init__(self, sampler: Any):
         self._sampler = sampler
@@ -60,7 +60,7 @@ class LogitsEditor:
         max_num_draft: int,
         context: LogitsContext,
     ) -> torch.Tensor:
-        """Edits logits in vLLM's order, in float32; returns the same tensor if there is nothing to do."""
+        """Edits logits in vLLM's order, in float32. Returns the same tensor if there is nothing to do."""
         requests = context.idx_mapping_np
         if not self.edits_any(requests):
             return logits
@@ -77,14 +77,14 @@ class LogitsEditor:
         return edited
 
     def edit_of_drafts(self, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray) -> Any:
-        """`draft.Target.edit` for these request states; None if no request asks for edits. It ignores other processors
-        and thinking budgets."""
+        """`draft.Target.edit` for these request states; None if no request has edits. It ignores other processors and
+        thinking budgets."""
         if not self.edits_any(idx_mapping_np):
             return None
         return partial(edit_drafted, idx_mapping, self.edits())
 
     def edits(self) -> Edits:
-        """The arrays at this step; always all of them, so that only one kernel is compiled."""
+        """The arrays of this step; always all of them, so that only one kernel is compiled."""
         bias, penalties, bad_words = self._bias, self._penalties, self._bad_words
         return Edits(
             Allowed(bias.num_allowed_token_ids.gpu, bias.allowed_token_ids.gpu),

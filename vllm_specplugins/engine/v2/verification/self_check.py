@@ -1,6 +1,6 @@
-"""Model Runner V2: checks our kernels on a device before they serve (kernels/self_check.py), and warms them up. If a
-kernel differs from its reference or does not run, on any rank, then vLLM samples, and nothing is drafted. N: requests,
-K: num_speculative_tokens."""
+"""Model Runner V2: checks our kernels on a device before they serve (kernels/self_check.py), and warms them up. If on
+any rank a kernel differs from its reference or does not run, vLLM samples, and nothing is drafted. N: requests, K:
+num_speculative_tokens."""
 
 import itertools
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ def _is_any(has_problem: bool) -> bool:
 @torch.inference_mode()
 def warm_up(runner: Any, speculator: Any) -> None:
     """Runs every variant of our kernels that serving can launch, since Triton compiles a kernel at its first launch
-    with new types and constants. The logits are dummies from the model's head, as many as a step may have (with
-    trimming, as many as vLLM verifies at once), so vLLM's memory profile includes verification."""
+    with new types and constants. The dummy logits come from the model's head, with as many rows as a step may have
+    (with trimming, as many as vLLM verifies at once), so vLLM's memory profile includes verification."""
     num_draft, device = runner.num_speculative_steps, runner.device
     num_reqs = min(runner.max_num_reqs, max(1, runner.max_num_tokens // (num_draft + 1)))
     config, num_rows = runner.model_config, num_reqs * (num_draft + 1)

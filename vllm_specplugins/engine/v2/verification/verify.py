@@ -1,7 +1,7 @@
 """Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's samplers. The operation applies
-temperature, top-k, top-p and min-p; edits.py edits logits before the temperature. A step is plain if no request of its
-batch needs more than the operation, which then reads the runner's logits, tokens and positions in two launches, with
-drafts or without."""
+temperature, top-k, top-p and min-p; edits.py edits logits before the temperature. If the operation covers all
+parameters of a batch, the step is plain: it reads the runner's logits, tokens and positions in two launches, with or
+without drafts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -54,7 +54,8 @@ def attach(runner: Any) -> None:
 
 
 class FusedSampler(Sampler):
-    """vLLM's sampler for steps without drafts, with the same operation, so that a seed means the same in all steps."""
+    """vLLM's sampler for steps without drafts, with the same operation, so that a seed has the same effect in all
+    steps."""
 
     rejection: "FusedRejectionSampler"
 
