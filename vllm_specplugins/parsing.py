@@ -1,4 +1,4 @@
-"""Turns users' dictionaries into checked configurations, for the methods of the table and those of other packages."""
+"""Turns users' dictionaries into checked configurations, for our methods and those of other packages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -32,13 +32,13 @@ from vllm_specplugins.methods import BUILT_IN, METHODS, forces_tokens
 
 
 def registered_methods() -> Mapping[str, Registered]:
-    """The methods of other packages that can be asked for, by name."""
+    """The available methods of other packages, by name."""
     return {entry.name: entry for entry in registrations((*METHODS, *BUILT_IN)) if entry.refusal is None}
 
 
 def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
-    """The checked configuration for a user's dictionary with a "method" of METHODS or a registered one. With `greedy`,
-    `draft_sample_method` is "greedy" by default, as vLLM's verification requires.
+    """The checked configuration for a user's dictionary, in which "method" is one of METHODS or registered. With
+    `greedy`, `draft_sample_method` is "greedy" by default, as vLLM's verification requires.
 
     Raises:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.

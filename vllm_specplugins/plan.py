@@ -1,5 +1,5 @@
-"""Decides once where a method drafts, on which schedule, who chooses drafts' lengths, and whether vLLM trims them. The
-start's log and `doctor` print the plan; docs/compatibility.md has it as a table."""
+"""Decides once where a method drafts, on which schedule, which component chooses the lengths of drafts, and whether
+vLLM trims them. The log at the start and `doctor` print the plan; docs/compatibility.md shows it as a table."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +34,7 @@ class Chooser(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """Facts about an engine, named as in vLLM. The defaults are those of one GPU without restrictions. `asked_async` is
-    the user's `async_scheduling`. `untrimmed_for` says why vLLM's adaptive verification cannot trim drafts, if so."""
+    the user's `async_scheduling`. `untrimmed_for` states why vLLM's adaptive verification cannot trim drafts, if so."""
 
     use_v2_model_runner: bool = True
     asked_async: bool | None = None
@@ -51,15 +51,15 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a method runs in an engine. As a string it is the line of the start's log.
+    """How a method runs in an engine. As a string it is a line for the log at the start.
 
     Args:
         host_reason: why steps wait for drafts on the host; None: drafts are made on the device.
-        is_late: a thread on the host drafts, too, from tokens that are a step or two old, and no step waits for it.
+        is_late: a thread on the host also drafts, from tokens that are one or two steps old, and no step waits for it.
         schedule: in words, with the reason for it.
         scheduler: our scheduler; None: the user's.
         speculator: ours, on Model Runner V2.
-        untrimmed_for: why no draft is trimmed on the device; None: vLLM's adaptive verification trims drafts there.
+        untrimmed_for: why the device does not trim drafts; None: vLLM's adaptive verification trims them there.
     """
 
     place: Place

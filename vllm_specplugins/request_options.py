@@ -1,8 +1,9 @@
 """Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary or its JSON text, and flat keys beside
 it, such as "specplugins.max_draft".
 
-The HTTP API takes them in `vllm_xargs`, where a value cannot be a dictionary: hence text and flat keys. The front end
-bounds, checks and resolves them, so that a bad option answers 400 and reaches neither the engine nor another request.
+The HTTP API takes them in `vllm_xargs`, where a value cannot be a dictionary; hence the text and the flat keys. The
+front end limits, checks and resolves them, so a bad option gets the answer 400, and affects neither the engine nor
+another request.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # no custom proposer reads th
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a request's options; `max_model_len` bounds the tokens of a request, and those of its reference."""
+    """Limits of a request's options; `max_model_len` limits the tokens of a request and of its reference."""
 
     config: SpecConfig
     vocab_size: int
@@ -77,7 +78,7 @@ class _Reference(msgspec.Struct):
 
 
 def flat_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among flat keys. A flag is also read from a number or a text, since `vllm_xargs` holds no others.
+    """The options among flat keys. A flag may also be a number or a text, since `vllm_xargs` permits nothing else.
 
     >>> flat_options({"specplugins.max_draft": 4, "specplugins.enabled": 0, "other": 1})
     {'max_draft': 4, 'enabled': False}
@@ -133,16 +134,16 @@ def _decoded(json: bytes, max_model_len: int) -> dict[str, Any]:
 
 
 def understood(options: Options, limits: Limits) -> dict[str, Any]:
-    """Checked copies of the options that exist; nothing else of a client's data travels further.
+    """Checked copies of the known options; no other data of a client is passed on.
 
-    enabled: whether the request is drafted for at all.
+    enabled: whether the request gets drafts at all.
     max_draft: the largest number of tokens that one step drafts for it.
     max_context: it is not drafted for beyond this number of tokens of prompt and output.
-    stages: the stages of a cascade that draft for it, by name, or by number and name as in metrics.
+    stages: the stages of a cascade that draft for it, by name, or by index and name as in metrics.
     reference: a text that its output is likely to repeat, for prompt_lookup and suffix_lookup; ids become int32 bytes.
     learn: whether suffix_lookup may draft from its output for later requests, and heads may learn from it.
 
-    Small options of a custom proposer pass.
+    Small options of a custom proposer pass unchanged.
 
     Raises:
         ConfigError: an option does not exist, or its value is not allowed.
@@ -228,8 +229,8 @@ def check_number(num_tokens: int, max_model_len: int) -> None:
 
 
 def token_bytes(value: Any, limits: Limits) -> bytes:
-    """Token ids, a list or a bytearray of int32, as int32 bytes. Raises ConfigError for something else, for too many
-    ids, and for ids that the model does not have."""
+    """Converts token ids, a list or a bytearray of int32, to int32 bytes. Raises ConfigError for other types, for too
+    many ids, and for ids outside the vocabulary."""
     token_ids = None
     if isinstance(value, bytearray):
         token_ids = np.frombuffer(value, np.int32)
@@ -249,8 +250,8 @@ def token_bytes(value: Any, limits: Limits) -> bytes:
 
 
 def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
-    """Checked options in the form in which they travel to the engine: a reference is bytes. `token_ids` are those of a
-    text reference. Raises ConfigError if the model does not know them."""
+    """Checked options in the form that is sent to the engine, with the reference as bytes. `token_ids` are the ids of a
+    text reference. Raises ConfigError if one is outside the vocabulary."""
     sent = {key: options[key] for key in options if key not in (REFERENCE, TENANT)}
     if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
         sent[REFERENCE] = reference
@@ -267,7 +268,8 @@ def received(options: Options) -> Options:
 
 
 def draft_limit(options: Options, num_tokens: int, max_num_draft: int, length_limit: int) -> int:
-    """The largest number of tokens to draft in a step; the target emits one more. `length_limit` includes the prompt.
+    """The largest number of tokens to draft in a step; the target emits one token more. `length_limit` includes the
+    prompt.
 
     >>> draft_limit({}, 100, 5, 4096), draft_limit({}, 100, 5, 104), draft_limit({"max_draft": 2}, 100, 5, 4096)
     (5, 3, 2)

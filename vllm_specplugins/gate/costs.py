@@ -1,13 +1,13 @@
-"""The time of a step as a function of its draft tokens, learned from measured steps, and the tokens that each ms must
-gain.
+"""Learns the time of a step as a function of its draft tokens from measured steps, and the number of tokens that each
+ms must gain.
 
     ms = base + slope * draft tokens,    slope = (covariation + w * first slope) / (variation + w)
 
 StepTimes (step_times.py) has a table by length, since the scheduler gives all requests one length. The gate's lengths
-differ by request, so that a batch may have any number of draft tokens, and a line through all steps prices a token from
-fewer of them. (With that table in place of the line, recorded texts played as fast on average, but among 16 requests up
-to 2.7 % slower, and 6 % with other first guesses.) Both handle outliers in the same way, and never rate a longer draft
-as cheaper.
+differ by request, so a batch may have any number of draft tokens, and a line through all steps needs fewer steps to
+price a token. (With that table instead of the line, recorded texts played as fast on average, but up to 2.7 % slower at
+16 requests, and 6 % slower with other first guesses.) Both handle outliers in the same way, and never rate a longer
+draft as cheaper.
 """
 
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ MAX_STEP_BLAME = 0.5  # of a mean step: more of a surprise is not the drafts' do
 
 @dataclass(slots=True)
 class StepCosts:
-    """The line for a number of requests, in ms and draft tokens of the whole step."""
+    """The line for one number of requests, in ms and draft tokens of the whole step."""
 
     num_reqs: int = 1
     weight: float = 0.0  # decayed number of steps
@@ -53,7 +53,8 @@ class StepCosts:
     buckets: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
     def add(self, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
-        """Learns from a step: its time without drafting, the drafting before it, its draft tokens, its new tokens."""
+        """Learns from a step: its time without drafting, the time of drafting before it, its draft tokens and its new
+        tokens."""
         off_ms, off_draft = ms - self.mean_ms, num_draft - self.mean_draft
         expected_ms = self.mean_ms + self.slope_ms * max(0.0, off_draft)
         self.num_outliers = self.num_outliers + 1 if self.weight and ms > OUTLIER_RATIO * expected_ms else 0
@@ -83,8 +84,8 @@ class StepCosts:
         self.covariation = memory * self.covariation + (1 - share) * off_draft * drafts_ms
 
     def of_size(self, num_reqs: int | None) -> "StepCosts":
-        """Returns a copy as a first guess for another number of requests, at the same token price; None: for the same
-        number."""
+        """Returns a copy with the same token price, as a first guess for another number of requests (None: the same
+        number)."""
         if num_reqs is None:
             return replace(self, buckets=dict(self.buckets))
         ratio = num_reqs / self.num_reqs
@@ -100,14 +101,14 @@ class StepCosts:
 
     @property
     def slope_ms(self) -> float:
-        """The time to verify one more draft token; never negative."""
+        """The time to verify one more draft token; it is never negative."""
         first = (FIRST_SLOPE if self.num_reqs == 1 else min(SHARED_SLOPE, TOKEN_SHARE / self.num_reqs)) * self.mean_ms
         weight = SLOPE_WEIGHT * self.num_reqs**2
         return max(0.0, (self.covariation + weight * first) / (self.variation + weight))
 
     def tokens_ms(self, max_num_draft: int) -> Floats:
-        """Returns [K], the time that each further token adds to a step of one request: the line's, corrected by the
-        buckets; never less than that of the token before."""
+        """Returns [K], the time that each further token adds to a step of one request: the line's value, corrected by
+        the buckets, and never less than that of the previous token."""
         if not self.buckets:  # known from other numbers of requests alone
             return np.full(max_num_draft, self.slope_ms)
         lengths = np.arange(max_num_draft + 1)
@@ -120,11 +121,11 @@ class StepCosts:
 
     @property
     def plain_ms(self) -> float:
-        """The time of a step without drafts; at least half of the mean, whatever the line says."""
+        """The time of a step without drafts: the line's value, but at least half of the mean."""
         return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
 
     def max_length(self, is_free: bool) -> int:
-        """Returns the longest draft to try so far, if drafting is free or not."""
+        """Returns the longest draft to try so far, depending on whether drafting is free."""
         free = FREE_LONGER if self.num_reqs == 1 else SHARED_FREE_LONGER
         return int(max(self.weight, (free if is_free else LONGER) ** self.weight))
 
@@ -143,14 +144,14 @@ class StepCosts:
 
 
 class LoadCosts:
-    """StepCosts by load: by powers of two of the number of requests and of their tokens of context together."""
+    """StepCosts by load: by powers of two of the number of requests, and of their total tokens of context."""
 
     def __init__(self) -> None:
         self.by_load: dict[tuple[int, int], StepCosts] = {}
 
     def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
-        """Returns a load's costs. A new load begins with those of the nearest size, then of the nearest context; None:
-        there are none yet."""
+        """Returns a load's costs. A new load starts with the costs of the nearest number of requests, and among these
+        of the nearest context; None if there are no costs yet."""
         size, context = load = _load(num_reqs, num_context)
         if load not in self.by_load:
             if not self.by_load:

@@ -1,4 +1,4 @@
-"""Follows drafts on the host until they are verified, counts them, and learns acceptance probabilities from them, as
+"""Tracks drafts on the host until they are verified, counts them, and learns acceptance probabilities from them, as
 engine/v2/feedback does on the device. R: requests of a step, S: rows of requests (SlotTable), M: stages."""
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from vllm_specplugins.structures.drafts import DraftArrays, dense_logits
 
 
 class DraftTracker:
-    """The tables grow with the number of requests. `state` is of the acceptance model. `whole` [S, M] has the length of
-    each stage's part of the newest draft if all of it was accepted, else 0."""
+    """Tables that grow with the number of requests. `state` is the acceptance model's. `whole` [S, M] holds the length
+    of each stage's part of the newest draft if that part was accepted as a whole, and 0 otherwise."""
 
     def __init__(self, num_stages: int, max_num_draft: int):
         state = new_state(num_stages, 1, max_num_draft, "cpu", HOST_PRIOR_WEIGHT)
@@ -46,14 +46,14 @@ class DraftTracker:
         host.observe(self.state, rows, *outcome, self.whole, self._extended, self._by_place)
 
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
-        """Returns whether each request had `min_length` or more draft tokens, all accepted, the last not of this
+        """Returns whether each request had at least `min_length` draft tokens, all accepted, the last one from another
         stage."""
         num_draft = self.state.num_sent[rows]
         last = self.state.sent_stage[rows, np.maximum(num_draft, 1) - 1]
         return bool(((num_draft >= min_length) & (num_draft == num_accepted) & (last != stage)).all())
 
     def continued(self, stage: int) -> float:
-        """Returns the accepted tokens of a lookup after a draft of this stage that is accepted whole, on average."""
+        """Returns the mean number of accepted lookup tokens after a draft of this stage that is accepted as a whole."""
         number, num_tokens = self._extended[stage].tolist()
         return float(num_tokens / (number + 1))
 
@@ -62,7 +62,7 @@ class DraftTracker:
         return bool(self.state.shared_tried[stage, 0] >= 2 * HOST_PRIOR_WEIGHT)
 
     def num_sent(self, stage: int) -> int:
-        """Returns the tokens of a stage that went to the target since the counts were moved."""
+        """Returns the number of a stage's tokens that the target verified since the counts were last moved."""
         return int(self._by_place[stage, KEPT].sum())
 
     def clear(self, rows: Ints) -> None:
@@ -70,11 +70,11 @@ class DraftTracker:
             array[rows] = 0
 
     def add_lengths(self, stage: int, lengths: Ints, max_draft: Ints) -> None:
-        """Counts the lengths [R] that a gate chose for the requests that may have any of a stage."""
+        """Counts the lengths [R] that a gate chose for the requests that may have tokens of a stage."""
         self._lengths[stage] += np.bincount(lengths[max_draft > 0], minlength=self._lengths.shape[1])
 
     def move_to(self, stages: Sequence[StageCounters]) -> None:
-        """Adds the counts to those of the stages, and resets them."""
+        """Adds the counts to the stages' totals, and resets them."""
         tables = self._by_place, self._by_stage, self._lengths
         for stage, by_place, by_stage, lengths in zip(stages, *tables, strict=True):
             stage.add(by_place, by_stage)

@@ -1,15 +1,14 @@
-"""How many tokens to draft for each request, and by which stage, so that speculation does not lose.
-
-A draft token gains its probability of being accepted, and costs time in which the engine could emit other tokens. So
-the gate drafts the k-th token while
+"""Chooses the number of tokens to draft for each request, and the stage that drafts them, so that speculation does not
+lose. A draft token gains its acceptance probability, and costs time in which the engine could emit other tokens. The
+gate therefore drafts the k-th token while
 
     p_1 ... p_k >= rate * (ms to verify one more token + its share of the ms to draft it)
 
-where p_i is the probability that token i is accepted if those before it are (kernels/acceptance), and rate the tokens
-that the engine emits in a ms now, or more among several requests (Dinkelbach's method for a ratio, one iteration a
-step). The times are by batch size and context (costs.py). A new batch size starts without drafts, and then gets short
-ones. Of two stages, the one with the larger gain drafts. Now and then the gate tries a draft that it does not expect to
-pay off. The caller measures all times. R: requests of a step, K: max draft tokens.
+where p_i is the probability that token i is accepted if the tokens before it are (kernels/acceptance), and rate is the
+number of tokens that the engine now emits per ms, or more with several requests (Dinkelbach's method for a ratio, one
+iteration per step). Times depend on batch size and context (costs.py). A new batch size starts without drafts, and then
+gets short ones. Of two stages, the one with the larger gain drafts. From time to time the gate tries a draft that it
+does not expect to pay off. The caller measures all times. R: requests of a step, K: max draft tokens.
 """
 
 from collections import Counter, defaultdict
@@ -88,9 +87,9 @@ class Gate:
         max_draft: IntArray,
         continues: bool,
     ) -> tuple[IntArray, IntArray]:
-        """Returns, [R] each, the number of tokens of each draft to keep, and of tokens to draft after them by another
-        stage. All combinations compete: none, a part or all of the paying prefix of a draft, and paying tokens of the
-        stage, which drafts to the same depth for all requests.
+        """Returns, [R] each, the number of tokens of each draft to keep, and the number that another stage drafts after
+        them. All combinations compete: none, a part or all of a draft's paying prefix, and paying tokens of the stage,
+        which drafts to the same depth for all requests.
 
         Args:
             confidence: [R, K], of the stage's tokens: probabilities, or from 1 on the lengths of matches.
@@ -107,7 +106,7 @@ class Gate:
         return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, TRIALS))
 
     def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
-        """Returns [R], the number of tokens of each draft that pay."""
+        """Returns [R], the number of tokens of each draft that pay off."""
         costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
         return none if costs is None else self._best_split(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
 
@@ -131,10 +130,10 @@ class Gate:
         return keep, more
 
     def spares(self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, saved_ms: float) -> bool:
-        """Returns whether a step skips a stage that runs for all requests at once, before its draft is known. Beside
-        the given drafts, RUN_MARGIN times its expected gain must then be less than the engine emits in the time of a
-        run, `saved_ms`. The stage runs while few of its tokens were tried, and at times, as EXPLORE_SHARE allows.
-        `max_more` [R] limits the stage's tokens."""
+        """Returns whether a step skips a stage that runs for all requests at once, before its draft is known. The step
+        skips it if RUN_MARGIN times its expected gain beside the given drafts is less than the number of tokens that
+        the engine emits in the time of a run, `saved_ms`. The stage always runs while few of its tokens were tried, and
+        occasionally, as EXPLORE_SHARE allows. `max_more` [R] limits the stage's tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
             return False
@@ -153,8 +152,8 @@ class Gate:
         return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
 
     def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
-        """Returns whether to ask a stage on the host, which takes this long. After EMPTY_ANSWERS in a row the gate asks
-        as often as EXPLORE_SHARE allows."""
+        """Returns whether to ask a stage on the host, which takes this long. After EMPTY_ANSWERS in a row, the gate
+        asks only as often as EXPLORE_SHARE allows."""
         record, costs = self._stages[stage], self._costs.of(num_reqs, self.num_context)
         num_sent = self._tracker.num_sent(stage)
         num_empty = record.num_empty * (num_sent == record.num_sent)

@@ -1,11 +1,11 @@
-"""Chooses one draft length for all requests of a step, from measured times of steps.
+"""Chooses one draft length for all requests of a step, from measured step times.
 
     length = argmax of tokens(length) / ms(length)
 
-The record of `ms` is by number of requests and length. Where a time is unknown, steps with about as many tokens give a
-guess, and a longer draft never counts as cheaper than a shorter one. The record of `tokens` is by place in the draft: a
-draft also shows the tokens that each shorter one would have brought. Now and then a step tries another length. Where
-each step also takes prompts in, a step of many requests counts by their share of its tokens, until a purer one is
+`ms` is recorded by number of requests and length. An unknown time is guessed from steps with about as many tokens, and
+a longer draft never counts as cheaper than a shorter one. `tokens` is recorded by draft position, since a draft also
+shows the tokens that each shorter one would have gained. From time to time a step tries another length. If every step
+also processes prompts, a step of many requests is weighted by the requests' share of its tokens until a purer step is
 known. The caller measures all times. R: requests, L: lengths.
 """
 
@@ -38,7 +38,7 @@ NUM_SIZES = 34  # places of size_of
 
 
 def lengths_up_to(max_num_draft: int, longest_chain: int = 0) -> tuple[int, ...]:
-    """Returns the lengths to choose from; with `longest_chain` those of chains, and then a whole tree.
+    """Returns the lengths to choose from; with `longest_chain` these are the lengths of chains, and then a whole tree.
 
     >>> lengths_up_to(31), lengths_up_to(5), lengths_up_to(1), lengths_up_to(15, 6)
     ((0, 1, 2, 4, 8, 16, 31), (0, 1, 2, 4, 5), (0, 1), (0, 1, 2, 4, 6, 15))
@@ -51,7 +51,7 @@ def lengths_up_to(max_num_draft: int, longest_chain: int = 0) -> tuple[int, ...]
 
 @inlined
 def size_of(num_reqs: int) -> tuple[int, int]:
-    """Returns the power of two, or three quarters of one, that stands for this number of requests, and its index.
+    """Returns the power of two, or three quarters of one, that represents this number of requests, and its index.
 
     >>> [size_of(count)[0] for count in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17)]
     [1, 2, 3, 4, 6, 6, 8, 16, 16, 24]
@@ -70,7 +70,8 @@ class StepTimes:
     Args:
         longest_chain: 0; or the length up to which a draft is a chain, where max_num_draft tokens are a tree.
         cliff: tokens of the largest step with a CUDA graph.
-        trims: whether only the tokens of a draft that pay are verified; an unknown longer draft then takes no longer.
+        trims: whether the target verifies only the tokens that pay off; a longer draft of unknown time then counts as
+            no slower.
     """
 
     def __init__(self, max_num_draft: int, longest_chain: int = 0, cliff: float = CLIFF, trims: bool = False):
@@ -89,13 +90,14 @@ class StepTimes:
         self._shape[:2] = (inf, inf) if trims else (ROOM, self._cliff)
 
     def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int], share: float = 1.0) -> None:
-        """Learns from a step that was planned with k, one of `lengths`. It took `ms` after the step before, nan if it
-        waited; it emitted 1 to k + 1 tokens of each request that decodes, which are `share` of the step's tokens."""
+        """Learns from a step that was planned with k, one of `lengths`. The step took `ms` after the previous one (nan
+        if it waited), and emitted 1 to k + 1 tokens for each decoding request. Decoding requests have the share `share`
+        of its tokens."""
         at = self.lengths.index(k)
         self._follow = _add(num_reqs, at, ms, share, np.array(emitted, np.int64), *self._arrays)
 
     def choose(self, num_reqs: int) -> int:
-        """Returns the number of tokens to draft for each request: the best one, or in a trial another one."""
+        """Returns the number of tokens to draft for each request: the best one or, in a trial, another one."""
         choice: tuple[int, float, int, float] = _choose(num_reqs, self._num_trials, *self._follow, *self._arrays)
         best, best_ms, other, lost_ms = choice
         self._saved_ms = min(self._saved_ms + TRIAL_SHARE * best_ms, MAX_SAVED * best_ms)
@@ -144,7 +146,7 @@ def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> floa
 
 @compiled(types.float64[::1](types.float64[::1], types.float64[::1]))
 def never_less(values: Any, weights: Any) -> Any:
-    """Returns the nearest values that never fall (isotonic regression): neighbours that fall get their mean.
+    """Returns the nearest non-decreasing values (isotonic regression): decreasing neighbours get their mean.
 
     >>> never_less(np.array([1.0, 3.0, 2.0, 4.0]), np.ones(4)).tolist()
     [1.0, 2.5, 2.5, 4.0]

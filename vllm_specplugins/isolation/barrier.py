@@ -1,5 +1,4 @@
-"""The fault barrier: adapters call a proposer through it, and always get a valid draft, which is empty after a
-fault."""
+"""The fault barrier: adapters call a proposer through it and always get a valid draft, which is empty after a fault."""
 
 import logging
 import time
@@ -22,8 +21,9 @@ LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something 
 
 class FaultBarrier:
     """Calls a proposer through a guard, and counts its drafts. `time_budget_ms` limits one step, in a thread of the
-    proposer; None calls it in the caller's thread without a limit (proposers that run the target, and cascades: their
-    stages have guards). `forcing_stage` is the index of the stage to which the tokens count that the scheduler adds."""
+    proposer; None calls it in the caller's thread without a limit (for proposers that run the target, and for cascades,
+    which have guards for their stages). The tokens that the scheduler adds count for the stage with the index
+    `forcing_stage`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class FaultBarrier:
 
     @property
     def proposer(self) -> Proposer:
-        """The guarded proposer, which an adapter that records a CUDA graph calls directly."""
+        """The guarded proposer; an adapter that records a CUDA graph calls it directly."""
         return self.guard.proposer
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
@@ -113,7 +113,7 @@ class FaultBarrier:
         return "gate" if asked >= 0 and (asked == before[0] or withheld > before[1]) else "no draft"
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
-        """Counts the verification of one step, and the requests that only the scheduler drafts for."""
+        """Counts the verification of one step, including requests for which only the scheduler drafts."""
         self.counters.add(feedback)
         if self.forced is not None:
             self.counters.add_forced(feedback, self.forced, self._forcing)
@@ -126,7 +126,7 @@ class FaultBarrier:
         return stages[self._forcing_stage] if stages else self.counters.whole
 
     def log(self) -> None:
-        """Logs the totals every LOG_EVERY_S; adapters call it in every step."""
+        """Logs the totals every LOG_EVERY_S seconds; adapters call it in every step."""
         now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
@@ -139,14 +139,15 @@ class FaultBarrier:
         return self.counters
 
     def net_totals(self) -> Counters:
-        """The totals without draft tokens after a request's end, if a scheduler of ours counts those."""
+        """The totals without the draft tokens after a request's end, if one of our schedulers counts them."""
         return self.totals() if self.emitted is None else self.totals().net(*self.emitted)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         self.guard.forget(request_ids)
 
     def settle(self) -> None:
-        """Makes the proposer and a cascade's stages forget ended requests now, since no step follows for a while."""
+        """Makes the proposer and a cascade's stages forget ended requests now, since no step will follow for a
+        while."""
         if self.late is not None:
             self.late.settle()
         self.guard.settle()

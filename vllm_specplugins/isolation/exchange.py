@@ -1,7 +1,7 @@
 """Gives a proposer read-only copies of the engine's data, and checks and copies its drafts.
 
-Types are compared exactly, so that no code of the proposer runs here. Code that searches the process for the owner of a
-buffer (`array.base.obj`, `gc`, `ctypes`) is not held back.
+Types are compared exactly, so no code of the proposer runs here. Nothing stops code that searches the process for a
+buffer's owner (`array.base.obj`, `gc`, `ctypes`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A read-only copy of a small array of one dimension."""
+    """A read-only copy of a small one-dimensional array."""
     return np.frombuffer(array.tobytes(), array.dtype)
 
 
 def frozen(value: Any) -> Any:
-    """A read-only copy of a client's value: tuples for lists, read-only dictionaries and arrays.
+    """A read-only copy of a client's value: lists become tuples, dictionaries and arrays become read-only.
 
     >>> frozen({"a": [1, {"b": 2}]})
     mappingproxy({'a': (1, mappingproxy({'b': 2}))})
@@ -54,7 +54,7 @@ def for_proposer(batch: DraftBatch) -> DraftBatch:
 
 
 def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -> DraftBatch:
-    """Some requests of a batch, for a proposer that runs on the host: it sees neither target nor offer."""
+    """Some requests of a batch for a proposer on the host, without target and offer."""
     token_ids = _views(batch.token_ids)
     views = Views(token_ids[row] for row in rows)
     if token_ids.places is not None:
@@ -85,7 +85,7 @@ def draft_of_rows(
     max_num_draft: int,
     vocab_size: int,
 ) -> Draft:
-    """The checked draft of a proposer on the host for some rows of a batch; raises Nonsense."""
+    """The checked draft of a proposer on the host for some rows of a batch. Raises Nonsense."""
     limits = limits[rows]
     draft = checked_draft(proposer.propose(rows_of(batch, rows.tolist(), limits)), limits, max_num_draft, vocab_size)
     return spread(draft, rows, batch.num_reqs, max_num_draft)
@@ -107,7 +107,7 @@ class Nonsense(Exception):
 
 
 class NotFinite(Nonsense):
-    """`num_tokens` tokens were drawn from logits that are no distribution."""
+    """`num_tokens` tokens were drawn from logits that form no distribution."""
 
     def __init__(self, num_tokens: int):
         super().__init__("logits with NaN or infinity, or none that a token could be drawn from")
@@ -121,11 +121,11 @@ def checked_draft(
     vocab_size: int,
     runs_target: bool = False,
 ) -> Draft:
-    """A copy of the draft, after checks of its types, shapes and values; `draft` may be anything. A proposer that runs
-    the target is one of ours, and its tensors pass unread: reading them would wait for the device.
+    """Returns a copy of the draft after checking types, shapes and values; `draft` may be anything. A proposer that
+    runs the target is one of ours, and its tensors pass unread, since reading them would wait for the device.
 
     Raises:
-        Nonsense: a field has another type, dtype or shape than draft.Draft says, or a value out of range.
+        Nonsense: a field differs from draft.Draft in type, dtype or shape, or has a value out of range.
     """
     if type(draft) is not Draft:
         raise Nonsense(f"a {type(draft).__name__} instead of a Draft")

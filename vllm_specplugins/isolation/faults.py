@@ -1,4 +1,4 @@
-"""Counts and logs a proposer's faults; a circuit breaker switches the proposer off."""
+"""Counts and logs a proposer's faults. A circuit breaker switches the proposer off."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """Switches a proposer off after repeated faults, and tries it again after a pause."""
+    """Switches a proposer off after repeated faults, and tries again after a pause."""
 
     name: str
     health: FaultCounters
@@ -106,7 +106,7 @@ def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception as text for the log. Its `__str__` belongs to the proposer, and may raise."""
+    """An exception as text for the log. Its `__str__` is the proposer's code and may raise."""
     try:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("the proposer's traceback:\n%s", traceback.format_exc())

@@ -1,6 +1,6 @@
-"""A guard calls one proposer, alone or as a stage of a cascade, and turns its faults into missing drafts: exceptions,
-late answers and invalid ones. Repeated faults switch the proposer off for a while. A fault that a request caused costs
-that request its drafts instead."""
+"""A guard calls one proposer, alone or as a stage of a cascade. It turns exceptions, late answers and invalid answers
+into missing drafts. Repeated faults switch the proposer off for a while. If a request caused the fault, only that
+request loses its drafts."""
 
 import os
 import sys
@@ -27,16 +27,16 @@ _Jobs = SimpleQueue[tuple[Callable[[], Any], _Answers] | None]
 
 
 class Guard:
-    """Calls one proposer; passes feedback and ended requests to it before its next call.
+    """Calls one proposer, and passes feedback and ended requests to it before its next call.
 
     Args:
-        budget_ms: time that the proposer may take in one step; None sets no limit.
+        budget_ms: time limit of the proposer in one step; None: no limit.
         in_thread: True calls the proposer in a thread, stops all of its exceptions and abandons a call that exceeds the
-            budget. False calls it in the engine's thread: a proposer that runs layers of the target uses the engine's
-            stream and KV cache, and cannot be abandoned. There KeyboardInterrupt and SystemExit come from a signal and
-            pass through; a call that exceeds the budget is a fault, but its result is used.
-        ends_process: a fault ends the process. For proposers that every tensor-parallel rank runs: the other ranks wait
-            for this one in a collective, and vLLM ends them when a worker exits, not when it raises.
+            budget. False calls it in the engine's thread, since a proposer that runs layers of the target uses the
+            engine's stream and KV cache, and cannot be abandoned. There KeyboardInterrupt and SystemExit come from a
+            signal and pass through. A call that exceeds the budget counts as a fault, but its result is used.
+        ends_process: a fault ends the process. This is for proposers that every tensor-parallel rank runs: the other
+            ranks wait for this one in a collective, and vLLM ends them when a worker exits, not when it raises.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Guard:
         self._left_ms = self._budget_s * 1000
 
     def observe(self, feedback: Feedback) -> None:
-        """Passes feedback to the proposer before its next call; newer feedback replaces it."""
+        """Stores feedback for the proposer's next call; newer feedback replaces it."""
         self._feedback = feedback_for_proposer(feedback)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Makes the proposer forget these requests before its next call, if it has seen them."""
+        """Makes the proposer forget these requests, if it has seen them, before its next call."""
         self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
         self._known.difference_update(request_ids)
         self._set_aside.difference_update(request_ids)
@@ -82,7 +82,7 @@ class Guard:
         return bool(self._to_forget)
 
     def settle(self) -> None:
-        """Makes the proposer forget ended requests now, since no step follows for a while."""
+        """Makes the proposer forget ended requests now, since no step will follow for a while."""
         self.take(self._budget_s)
         if self._to_forget:
             self.begin_step()
@@ -95,7 +95,7 @@ class Guard:
         return [request_id not in self._set_aside for request_id in request_ids]
 
     def call(self, batch: DraftBatch, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None if the proposer is switched off, still busy, or fails."""
+        """Returns the result of `work`; None if the proposer is switched off, still busy, or fails."""
         if not self.can_start:
             return None
         turn, settled = self._turn(batch, work)
@@ -107,7 +107,7 @@ class Guard:
         return not (is_busy or (self._health.switched_off and self._breaker.is_off()))
 
     def start(self, batch: DraftBatch, work: Callable[[], Any]) -> None:
-        """Begins a `call` with a full budget in the proposer's thread; needs `can_start`."""
+        """Starts a `call` with a full budget in the proposer's thread; requires `can_start`."""
         assert self._thread is not None
         self.begin_step()
         turn, settled = self._turn(batch, work)
@@ -157,7 +157,8 @@ class Guard:
         return outcome
 
     def call_in_engine(self, work: Callable[[], T], is_timed: bool) -> T | None:
-        """`call` for a drafter that the engine runs. The budget holds only if `is_timed`: prompts may take longer."""
+        """`call` for a drafter that the engine runs. The budget applies only if `is_timed`, since prompts may take
+        longer."""
         self.begin_step()
         start = time.perf_counter()
         outcome = self.call(NO_REQUESTS, work)
@@ -211,7 +212,7 @@ class Guard:
 def attempt(
     work: Callable[[], T], request_ids: Sequence[str], passes: tuple[type[BaseException], ...] = ()
 ) -> T | Fault:
-    """The result of `work`, or its fault; exceptions of `passes` are raised."""
+    """Returns the result of `work`, or its fault; exceptions in `passes` are raised."""
     try:
         return work()
     except passes:
@@ -236,19 +237,21 @@ class CallThread:
         return self._answers is not None and self._answers.empty()
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """The function's result; TimeoutError abandons a function that does not return in time."""
+        """Returns the function's result. Raises TimeoutError, and abandons the function, if it does not return in
+        time."""
         with self._separate_random_numbers():
             self.start(function)
             return self.take(timeout_s)  # type: ignore[no-any-return]
 
     def start(self, function: Callable[[], Any]) -> None:
-        """Begins to run a function, without separate random number generators."""
+        """Starts a function, without separate random number generators."""
         assert not self.is_busy
         self._answers = SimpleQueue()
         self._jobs.put((function, self._answers))
 
     def take(self, timeout_s: float) -> Any:
-        """The result of the function that `start` began; TimeoutError if it does not return in time."""
+        """Returns the result of the function that `start` started. Raises TimeoutError if it does not return in
+        time."""
         assert self._answers is not None
         try:
             result = self._answers.get(timeout=timeout_s)

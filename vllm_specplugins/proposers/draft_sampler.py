@@ -1,11 +1,11 @@
-"""Model proposers draft with a part of the target, and draw tokens by `draft_sample_method`.
+"""Model proposers draft with a part of the target, and choose tokens by `draft_sample_method`.
 
 "greedy" takes the likeliest token. The others draw under the request's temperature, top-k, top-p and min-p
-(kernels/rejection/drafts.py). "coupled" draws with the noise of verification, so that q is one-hot; where that noise is
-unknown it is greedy. "probabilistic" draws with separate noise, from logits that are q. Nothing here waits for the
+(kernels/rejection/drafts.py). "coupled" draws with the noise of verification, so q is one-hot; if that noise is
+unknown, it is greedy. "probabilistic" draws with separate noise, from logits that are q. Nothing here waits for the
 device or branches on its values, so an adapter may record a draft in a CUDA graph.
 
-R: requests, N: rows, as many of each request, H: hidden size, V: vocabulary, K: num_speculative_tokens.
+R: requests, N: rows (equally many of each request), H: hidden size, V: vocabulary, K: num_speculative_tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +27,8 @@ LARGEST_PROB = 1 - 16.0**-2  # a head is trusted no further: its acceptance prob
 
 
 class Prefix(NamedTuple):
-    """The draft tokens before each row's next token, which is at `positions` [N] int64: `drafts` [N, T], of which edits
-    of the logits count the first `counts` [N] (None: T)."""
+    """The draft tokens before each row's next token, which is at `positions` [N] int64. `drafts` is [N, T]; edits of
+    the logits count its first `counts` [N] tokens (None: T)."""
 
     positions: torch.Tensor
     drafts: torch.Tensor
@@ -36,8 +36,8 @@ class Prefix(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The next token of each row: ids [N] int, logits [N, V] of q if the tokens are "probabilistic", and [N] float32,
-    the largest probability before anything is cut, if it was asked for."""
+    """The next token of each row: ids [N] int; logits [N, V] of q if the tokens are "probabilistic"; and, on request,
+    [N] float32, the largest probability before any limit cuts."""
 
     token_ids: torch.Tensor
     logits: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class Steps:
 
 
 class ModelProposer(Proposer):
-    """Drafts with a part of the target and keeps no state of a request."""
+    """Drafts with a part of the target, without state for requests."""
 
     continues_drafts = False  # whether it can be fed tokens; otherwise it needs the target's last state
 
@@ -87,11 +87,11 @@ class ModelProposer(Proposer):
         self.training: Any = None  # trains the part while it serves; the engine sets it
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Tokens that would lie past the end of the longest request are fed at its last position."""
+        """Sets the longest request. Tokens past its end are read at its last position."""
         self.max_position = max_model_len - 1
 
     def close(self) -> None:
-        """Ends the training of the part, if any, and saves the weights."""
+        """Ends the part's training, if any, and saves the weights."""
         if self.training is not None:
             self.training.close()
 
@@ -110,8 +110,8 @@ class ModelProposer(Proposer):
         return self.propose(batch)
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts at most max_tokens [R] int64 tokens after each request's history and the prefix of its draft, token by
-        token; where it cannot continue a prefix, after the history alone."""
+        """Drafts at most max_tokens [R] int64 tokens, one by one, after each request's history and the prefix of its
+        draft; if it cannot continue a prefix, after the history alone."""
         if prefix is not None and not self.continues_drafts:
             max_tokens, prefix = np.where(prefix.num_draft == 0, max_tokens, 0), None
         num_steps, num_reqs = max(max_tokens.tolist(), default=0), len(max_tokens)
@@ -141,8 +141,9 @@ class ModelProposer(Proposer):
         rates: bool = False,
         followed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Steps:
-        """Drafts token by token after each request's newest one, with each step's largest probabilities if `rates`.
-        `followed` are [R, >= num_steps] int tokens that are fed in place of the chosen ones, and [R] int, how many."""
+        """Drafts token by token after each request's newest token, with each step's largest probabilities if `rates`.
+        `followed` holds tokens [R, >= num_steps] int that replace the chosen ones as inputs, and their numbers, [R]
+        int."""
         tokens, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
         steps, of_one_pass = Steps.of(target, num_steps), self.one_pass(target, num_steps) if num_steps else None
         fed = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
@@ -168,13 +169,13 @@ class ModelProposer(Proposer):
         raise NotImplementedError
 
     def one_pass(self, target: Target, num_steps: int) -> Sequence[torch.Tensor] | None:
-        """Each step's logits [R, V], where one pass computes all of them; None: `run_layers` runs for each step."""
+        """Each step's logits [R, V], if one pass computes all of them; None: `run_layers` runs for each step."""
         return None
 
     def run_layers(
         self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        """States [R, H] for the head, of tokens [R] at these positions; `states` are those of the tokens before."""
+        """States [R, H] for the head, of tokens [R] at these positions; `states` belong to the previous tokens."""
         raise NotImplementedError
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
@@ -190,14 +191,14 @@ class ModelProposer(Proposer):
         rates: bool = False,
         needs_logits: bool = False,
     ) -> tuple[Chosen, torch.Tensor | None]:
-        """The tokens after states [N, H], and all logits [N, V] unless the target can do without them."""
+        """The tokens after states [N, H], and all logits [N, V] if the target needs to compute them."""
         if self.head is None and self.is_greedy and target.edit is None and not (rates or needs_logits):
             return Chosen(target.forward.argmax(states)), None
         logits = self.logits(target, states)
         return self.sample(target, logits, prefix, rates), logits
 
     def sample(self, target: Target, logits: torch.Tensor, prefix: Prefix, rates: bool = False) -> Chosen:
-        """The tokens that logits [N, V] give."""
+        """The tokens for logits [N, V]."""
         positions, drafts, counts = prefix
         if target.edit is not None:
             logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)

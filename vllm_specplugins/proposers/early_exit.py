@@ -1,8 +1,7 @@
-"""Early exit: some of the target's layers and a head draft, on the target's paged KV cache.
-
-Self-speculative decoding: Zhang et al. 2023, "Draft & Verify", skip layers; Elhoushi et al. 2024, "LayerSkip", run the
-first ones. Verification by all layers overwrites the keys and values of drafts. The head is the target's final norm and
-head, or a trained one. R: requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
+"""Early exit: some of the target's layers and a head draft, on the target's paged KV cache. This is self-speculative
+decoding: Zhang et al. 2023, "Draft & Verify", skip layers; Elhoushi et al. 2024, "LayerSkip", run the first layers.
+Verification by all layers overwrites the keys and values of drafts. The head is the target's final norm and head, or a
+trained one. R: requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ class EarlyExit(ModelProposer):
             self.part = self.head = ExitHead.load(config.exit_head, context.device, context.dtype)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs a pass over others' drafts, too, as in a cascade."""
+        """Also runs a pass over the drafts of other stages, as in a cascade."""
         assert batch.target is not None
         longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
         self.next_tokens(batch.target, longest, longest, longest, np.zeros(batch.num_reqs, np.int64))
@@ -46,7 +45,7 @@ class EarlyExit(ModelProposer):
         return tuple(self.logits(target, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(1))
 
     def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Steps:
-        """Feeds the begun tokens in one pass: at most K - num_steps of them if a request wants num_steps more."""
+        """Reads the first tokens in one pass: at most K - num_steps of them if a request wants num_steps more."""
         rows, first = torch.arange(len(begun), device=begun.device), target.num_tokens - 1
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
         places = first[:, None] + torch.arange(fed.shape[1], device=fed.device)
@@ -77,14 +76,14 @@ class EarlyExit(ModelProposer):
     def next_tokens(
         self, target: Target, token_ids: Any, positions: Any, drafts: Any, num_before: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feeds several tokens of each request. Returns the token after each, [R, T], which `propose` would draft after
-        the same tokens, and, if they are "probabilistic", logits [R, T, V].
+        """Reads several tokens of each request. Returns the token that `propose` would draft after each of them, [R,
+        T], and, if drafts are "probabilistic", logits [R, T, V].
 
         Args:
             token_ids: [R, T] int.
             positions: [R, T] int64, at most max_position.
-            drafts: [R, K] int, the drafts that they are part of.
-            num_before: [R] int64, how many tokens of these stand before those that follow a request's first token.
+            drafts: [R, K] int, the drafts that contain them.
+            num_before: [R] int64, the number of draft tokens before the successor of a request's first token.
         """
         device, (num_reqs, length) = target.num_tokens.device, token_ids.shape
         fed, places, drafts, num_before = (
@@ -98,7 +97,7 @@ class EarlyExit(ModelProposer):
 
 
 def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
-    """Raises ConfigError unless the target has the layers, and the parts are made for them."""
+    """Raises ConfigError unless the target has the layers, and the parts were trained for them."""
     if config.layers is not None and config.layers[-1] >= sizes.num_layers:
         raise ConfigError(
             f"early_exit: layers must be from 0 to {sizes.num_layers - 1}, the last layer of this model, "

@@ -1,4 +1,4 @@
-"""Grammar: the engine drafts forced tokens where it schedules requests; see engine/grammar/."""
+"""Grammar: the engine's scheduler drafts forced tokens; see engine/grammar/."""
 
 from vllm_specplugins.config import GrammarConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext

@@ -1,10 +1,9 @@
-"""Jump drafts from the newest token straight to the target's head or last layers, on the target's paged KV cache.
-
-A trained part (heads/jump_head.py) guesses the state before a late layer. It reads the state that the target's last
-step, or the last jump, left after the final norm, and the newest token after a few early layers, or its embedding. The
-later layers run as they are; a jump past the last layer runs none (Wertheimer et al. 2024, "Accelerating Production
-LLMs with Combined Token/Embedding Speculators"). Verification overwrites a draft's keys and values, so nothing runs
-over a prompt. EAGLE (Li et al. 2024) uses the last token's state in a layer of its draft model.
+"""Jump: drafting goes from the newest token straight to the target's head or last layers, on the target's paged KV
+cache. A trained part (heads/jump_head.py) predicts the state before a late layer. It reads the state after the final
+norm from the target's last step or the last jump, and the newest token's state after a few early layers, or its
+embedding. The later layers run unchanged; a jump past the last layer runs none (Wertheimer et al. 2024, "Accelerating
+Production LLMs with Combined Token/Embedding Speculators"). Verification overwrites a draft's keys and values, so a
+prompt needs no extra pass. EAGLE (Li et al. 2024) uses the last token's state in a layer of its draft model.
 """
 
 import torch
@@ -36,5 +35,5 @@ class Jump(ModelProposer):
 
 
 def check(config: JumpConfig, sizes: TargetSizes) -> None:
-    """Raises ConfigError unless the part is made for the target."""
+    """Raises ConfigError unless the part was trained for the target."""
     check_jump(config.head, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)

@@ -1,12 +1,12 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"): the
-target's pass itself makes the n-grams that later steps verify, so there is no drafter.
+target's pass itself makes the n-grams that later steps verify, so no drafter is needed.
 
-A draft is a tree of a window, which the target reads, and of guesses: n-grams of a pool that begin with the newest
-token. Level 0 of the window is a chain after the newest token, its column 0; level i, column j is the child of level
-i - 1, column j. The tokens that the target draws after the last level complete W n-grams for the pool, and become the
-last level of the next window. The pool holds n-grams of the request's text, too. All tables are tensors by slot, so
-nothing waits for the device. R: rows, W: columns of the window, N: tokens of an n-gram, G: guesses, K: nodes of a tree,
-beside its root.
+A draft is a tree that consists of a window and of guesses: n-grams from a pool that begin with the newest token. Level
+0 of the window is a chain after the newest token, which is its column 0. Level i, column j is the child of level i - 1,
+column j. The tokens that the target draws after the last level complete W n-grams for the pool, and become the last
+level of the next window. The pool also holds n-grams of the request's text. All tables are tensors by slot, so nothing
+waits for the device. R: rows, W: columns of the window, N: tokens of an n-gram, G: guesses, K: nodes of a tree without
+its root.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ POOL = 1024  # n-grams of a request; 32 KB where N is 4
 
 
 def num_copied(num_draft: torch.Tensor, match_length: torch.Tensor) -> torch.Tensor:
-    """How many tokens of a lookup's draft stand before the window, [R]: a longer match is trusted for more."""
+    """The number of tokens of a lookup's draft before the window, [R]: a longer match gets more of them."""
     return num_draft.minimum((4 * match_length).to(num_draft.dtype))
 
 
@@ -31,7 +31,7 @@ class LookaheadTree(NamedTuple):
     Args:
         token_ids, parents: [R, K] int64; parent 0 is the root, 1 the first node.
         begin: [R] int64, nodes before the window; K if there is no window.
-        chain: [R, N - 1] int64, the newest guess, which stands alone where there may be no tree.
+        chain: [R, N - 1] int64, the newest guess, which is used alone for rows without a tree.
         has_guess: [R] bool.
     """
 
@@ -59,7 +59,7 @@ class Lookahead(Proposer):
         self._nodes = torch.arange(self.num_nodes, device=device)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Nothing: only a tree in the target's pass has a window."""
+        """Drafts nothing, since only a tree in the target's pass has a window."""
         return Draft.empty(batch.num_reqs)
 
     def start(self, slot: int, token_ids: torch.Tensor) -> None:
@@ -109,14 +109,14 @@ class Lookahead(Proposer):
         return tokens.flatten(1), above.flatten(1), newness[:, 0] > 0
 
     def read(self, slots: torch.Tensor, drawn: torch.Tensor, is_read: torch.Tensor) -> None:
-        """Takes the tokens [R, W] int64 that the target drew after the window's last level, of rows with `is_read`."""
+        """Reads the tokens [R, W] int64 that the target drew after the window's last level, in rows with `is_read`."""
         window = torch.cat((self._window[slots], drawn[:, None]), dim=1)
         self._put(slots, window.transpose(1, 2), is_read[:, None].expand_as(drawn))
         self._window[slots] = torch.where(is_read[:, None, None], window[:, 1:], window[:, :-1])
 
     def extend(self, slots: torch.Tensor, newest: torch.Tensor, lengths: torch.Tensor, num_new: torch.Tensor) -> None:
-        """Puts the n-grams that end in new tokens into the pools, at most N of them: `newest` [R, 2 * N - 1] int64 are
-        the last tokens of texts with these lengths [R], of which the last num_new [R] are new."""
+        """Adds the n-grams that end in new tokens to the pools, at most N of them. `newest` [R, 2 * N - 1] int64 holds
+        the last tokens of texts with these lengths [R]; the last num_new [R] of them are new."""
         after = self.ngram - 1 - torch.arange(self.ngram, device=slots.device)  # tokens after each n-gram
         is_new = (after < num_new[:, None]) & (after + self.ngram <= lengths[:, None])
         self._put(slots, newest.unfold(1, self.ngram, 1), is_new)

@@ -1,8 +1,8 @@
-"""Medusa: heads on the target's last hidden state draft the next K tokens in one pass, and no layer runs.
+"""Medusa: heads on the target's last hidden state draft the next K tokens in one pass, without running a layer.
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Its chain at
 temperature 0 is blockwise parallel decoding (Stern et al. 2018, "Blockwise Parallel Decoding for Deep Autoregressive
-Models"): head k guesses the token k + 2 places after the state, whatever the tokens between are. K:
+Models"): head k predicts the token k + 2 places after the state, independently of the tokens between. K:
 num_speculative_tokens.
 """
 
@@ -34,5 +34,5 @@ class Medusa(ModelProposer):
 
 
 def check(config: MedusaConfig, sizes: TargetSizes) -> None:
-    """Raises ConfigError unless the folder has enough heads, and they were trained for the target."""
+    """Raises ConfigError unless the folder has enough heads that were trained for the target."""
     check_medusa(config.heads, num_heads=sizes.num_draft, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)

@@ -1,6 +1,6 @@
 """Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones, from token ids only (Saxena,
 "Prompt Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023, for the `reference` option).
-kernels/history_match documents which occurrence it takes, and the cost of its search."""
+kernels/history_match documents the choice among occurrences and the cost of a search."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +20,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class Lookup(Proposer):
-    """Copies from texts and continues drafts. It needs no feedback: the next histories have the accepted tokens."""
+    """Copies from texts and continues drafts. It needs no feedback, since the next histories contain the accepted
+    tokens."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         drafts = self.draft(batch, None, batch.max_num_draft.astype(np.int64))
@@ -33,10 +34,9 @@ class Lookup(Proposer):
 
 
 class PromptLookup(Lookup):
-    """Searches texts in each step. For each request it stores the reference and the copy position.
-
-    Request option `reference`: token ids that the output is likely to repeat (a predicted output, a retrieved
-    document). The lookup searches them beside the request's text; the model never sees them.
+    """Searches texts in each step. For each request it stores the reference and the copy position. The request option
+    `reference` holds token ids that the output is likely to repeat (a predicted output, a retrieved document). The
+    lookup searches them in addition to the request's text; the model never sees them.
     """
 
     def __init__(self, config: PromptLookupConfig, context: ProposerContext):

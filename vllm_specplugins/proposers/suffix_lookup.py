@@ -1,9 +1,9 @@
-"""Suffix lookup: prompt lookup, and the most frequent continuation of the longest match in earlier outputs.
+"""Suffix lookup: prompt lookup, plus the commonest continuation of the longest match in earlier outputs.
 
 Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of its prompt, enters the store of its tenant
-when the request ends or is preempted; a lookup never searches other tenants' outputs. Texts enter by pieces of work,
-not of time, so that all ranks do the same. Compiled code releases the interpreter's lock: a reset waits for a call that
-the engine has abandoned, which has a bounded amount of work.
+when the request ends or is preempted; a lookup never searches other tenants' outputs. Texts enter in pieces of work,
+not of time, so that all ranks do the same. Compiled code releases Python's global lock, so a reset waits for a call
+that the engine has abandoned; the work of that call is bounded.
 """
 
 import logging
@@ -93,7 +93,7 @@ class SuffixLookup(Lookup):
         self._saver, self._shared = saver, shared
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts from the request's text, or from earlier outputs where these match longer (`to_beat`)."""
+        """Drafts from the request's text, or from earlier outputs with a longer match (`to_beat`)."""
         with self._lock:
             texts = nothing(batch.num_reqs, self._max_num_draft)
             if self.searches_requests:
@@ -156,8 +156,8 @@ class SuffixLookup(Lookup):
         return {} if self._shared is None else self._shared.counts
 
     def reset_store(self) -> None:
-        """Forgets all earlier outputs, in the file and on the server, too. Other engines keep the
-        outputs that they have fetched."""
+        """Forgets all earlier outputs, also in the file and on the server. Other engines keep the outputs that they
+        have fetched."""
         with self._lock:
             self.store.clear()
             if self._saver is not None:

@@ -1,10 +1,10 @@
 """Builds draft trees: a drafter's chain, with the likeliest alternatives at each of its positions. A lookup's chain may
 be merged into it (Miao et al. 2024, "SpecInfer").
 
-The drafter's logits give the other tokens, so a tree needs no more passes and no other attention than a chain. The tree
-has the likeliest nodes of all candidates, best first: a prefix of it is the best tree of that size. R: requests, D:
-tokens of the chain, C: candidates of a place, L: tokens of the other chain, at least D, M: all candidates, N: nodes of
-a tree, beside its root.
+The alternatives come from the drafter's logits, so a tree needs no more passes than a chain, and the same attention.
+The tree has the likeliest nodes of all candidates, best first, so each prefix is the best tree of its size. R:
+requests, D: tokens of the chain, C: candidates per position, L: tokens of the other chain, at least D, M: all
+candidates, N: nodes of a tree without its root.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ MAX_CANDIDATES = 8
 
 
 class Tree(NamedTuple):
-    """A tree of each request, in topological order: token ids [R, N] int32; parents [R, N] int64, where 0 is the root
-    and 1 the first node; is_other [R, N] bool: whether only the other chain has the node; and for sampled drafts
+    """A tree for each request, in topological order: token ids [R, N] int32; parents [R, N] int64, where 0 is the root
+    and 1 the first node; is_other [R, N] bool, whether the node comes from the other chain only; and for sampled drafts
     logits [R, D, V] of q at each depth."""
 
     token_ids: torch.Tensor
@@ -36,7 +36,7 @@ class Tree(NamedTuple):
 def draft_tree(
     proposer: ModelProposer, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None
 ) -> Tree:
-    """A tree of each request, or its chain; see `grow`. A request with edited logits must have its chain."""
+    """A tree or a chain for each request; see `grow`. A request with edited logits must get a chain."""
     if not proposer.is_one_hot:
         return _sampled_tree(proposer, target, num_nodes, branches)
     length, logits = chain_length(num_nodes), list[torch.Tensor]()
@@ -80,7 +80,7 @@ def grow(
     # Another chain [R, L] int, and the log-probability that all its tokens up to each are accepted, -inf after its end.
     other: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Tree:
-    """The likeliest nodes. A request without a tree gets the likelier chain, padded with its last token."""
+    """Selects the likeliest nodes. A request without a tree gets the likelier chain, padded with its last token."""
     tokens, survival = _candidates(chain, logits, positions, sampling)
     (depth, width), nodes = tokens.shape[1:], torch.arange(num_nodes, device=chain.device)
     line = nodes.clamp(max=depth - 1) * width  # places of the chain

@@ -1,1 +1,1 @@
-"""Trained parts of model proposers: their files, whether they fit a target, and how they are applied."""
+"""Trained parts of model proposers: their files, the check against a target, and their application."""

@@ -1,5 +1,5 @@
-"""A trained exit head turns hidden states of some layers into logits, in place of the model's norm and head. The
-command `train-exit-head` makes its folder. N: tokens, H: hidden size, V: vocabulary."""
+"""A trained exit head, which turns the hidden states of some layers into logits, in place of the model's norm and head.
+The command `train-exit-head` writes its folder. N: tokens, H: hidden size, V: vocabulary."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""The trained part of a jump predicts the state before a late layer of the target, so that no layer before it runs. The
-command `train-jump` makes its folder. N: tokens, H: hidden size, R: inner size."""
+"""The trained part of a jump, which predicts the state before a late layer of the target, so that no layer before it
+runs. The command `train-jump` writes its folder. N: tokens, H: hidden size, R: inner size."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpHeadConfig:
-    """The model and layers that a part was trained for: the first `early_layers` run for a token before the jump (0: it
-    reads the token's embedding), and those from `late_layer` on after it (num_layers: none)."""
+    """The model and layers that a part was trained for. The first `early_layers` layers run for a token before the jump
+    (0: it reads the token's embedding), and the layers from `late_layer` on after it (num_layers: none)."""
 
     early_layers: Count
     late_layer: Count
@@ -45,15 +45,17 @@ class JumpHead(TrainedPart):
         self.up, self.down = Linear(2 * hidden, inner, bias=False), Linear(inner, hidden, bias=False)
 
     def states(self, early: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """States [N, H] before layer `late_layer`, from those of the newest token after `early_layers` layers, [N, H],
-        and of the token before it after the final norm, [N, H]: the target's, or the last jump's."""
+        """Predicts the states [N, H] before layer `late_layer`, from the newest token's states after `early_layers`
+        layers, [N, H], and the previous token's states after the final norm, [N, H], which come from the target or the
+        last jump."""
         both = torch.cat((self.norm(early), last), dim=-1)
         states: torch.Tensor = early + self.mix(both) + self.down(silu(self.up(both)))
         return states
 
 
 def check_jump(folder: str | Path, *, num_layers: int, hidden_size: int) -> JumpHeadConfig:
-    """The configuration in a folder. Raises ConfigError unless it holds a whole part for a model of these sizes."""
+    """The configuration in a folder. Raises ConfigError unless the folder holds a complete part for a model of these
+    sizes."""
     config: JumpHeadConfig = JumpHead.check(folder, num_layers=num_layers, hidden_size=hidden_size)
     if not config.early_layers <= config.late_layer <= num_layers:
         wanted = f"a head whose late_layer is from early_layers to {num_layers}"

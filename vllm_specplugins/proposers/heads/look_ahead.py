@@ -1,5 +1,5 @@
-"""Look-ahead tokens: trained embeddings stand for draft tokens that are not known yet, so one pass drafts all of them
-(Monea et al. 2023, "PaSS: Parallel Speculative Sampling"). The command `train-look-ahead` makes their folder. M:
+"""Look-ahead tokens: trained embeddings represent draft tokens that are not known yet, so one pass drafts all of them
+(Monea et al. 2023, "PaSS: Parallel Speculative Sampling"). The command `train-look-ahead` writes their folder. M:
 embeddings, H: hidden size."""
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from vllm_specplugins.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAheadConfig:
-    """M embeddings run through `exit_layer` layers; the k-th stands for the k-th draft token while the next is
+    """M embeddings that run through `exit_layer` layers; the k-th represents the k-th draft token when the next one is
     drafted."""
 
     exit_layer: Count

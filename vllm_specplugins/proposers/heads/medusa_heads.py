@@ -1,8 +1,9 @@
-"""Published Medusa heads: reads their files, and turns hidden states into logits for several positions at once.
+"""Published Medusa heads: their files, and logits for several positions at once from hidden states.
 
 Two formats name the same tensors: FasterDecoding's ("0.0.linear.weight", "0.1.weight", or with "medusa_heads." before
-them) and vLLM's ("blocks.0.layers.0.weight", "lm_heads.0.weight", "lm_head.weight" shared by all, "token_map" where the
-heads know a part of the vocabulary). M: heads, N: tokens, H: hidden size, V: vocabulary, W: tokens that the heads know.
+them) and vLLM's ("blocks.0.layers.0.weight", "lm_heads.0.weight", "lm_head.weight" shared by all, "token_map" if the
+heads have only a part of the vocabulary). M: heads, N: tokens, H: hidden size, V: vocabulary, W: tokens of the heads'
+vocabulary.
 """
 
 import re
@@ -35,7 +36,7 @@ class MedusaHeads(TrainedPart):
     Args:
         layers: weights [M, H, H] and biases [M, 1, H] of each layer, which adds SiLU(linear) to its input.
         head: [M, W, H], [W, H] for all, or None: the target's.
-        token_map: [W] int64 the heads' tokens; None: they know all.
+        token_map: [W] int64, the heads' tokens; None: the whole vocabulary.
     """
 
     file, field = FILES[0], "medusa: heads"
@@ -56,7 +57,7 @@ class MedusaHeads(TrainedPart):
         self, hidden_states: torch.Tensor, num_draft: int, target_head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm. A part
-        without heads to the vocabulary uses `target_head`."""
+        without vocabulary matrices uses `target_head`."""
         states = hidden_states.expand(num_draft, *hidden_states.shape)
         tensors = iter(self.layers)
         for weight, bias in zip(tensors, tensors, strict=True):
@@ -97,7 +98,7 @@ class MedusaHeads(TrainedPart):
     def load(  # type: ignore[override]
         cls, folder: str | Path, num_heads: int, vocab_size: int, device: Any = "cpu", dtype: torch.dtype | None = None
     ) -> "MedusaHeads":
-        """The first heads of a checkpoint that `check_medusa` has passed."""
+        """Loads the first heads of a checkpoint that has passed `check_medusa`."""
         tensors = _read(folder)
         if (count := _count(tensors)) < num_heads:
             wanted = f"a folder with a head for each of {num_heads} tokens (num_speculative_tokens, or a chain of it)"

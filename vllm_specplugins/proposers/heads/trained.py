@@ -20,8 +20,8 @@ Epsilon = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class TrainedPart(torch.nn.Module):  # type: ignore[misc]
-    """A part in memory; its parameters need no gradients until it is trained. `config` is a dataclass of numbers: the
-    model and the place that it was trained for. Without `weights` it has their shapes alone."""
+    """A part in memory; its parameters need no gradients until it is trained. `config` is a dataclass of numbers that
+    describe the model and the place for which it was trained. Without `weights` the parameters have only shapes."""
 
     Config: ClassVar[type]
     file: ClassVar[str]  # of the tensors
@@ -49,20 +49,20 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def load(cls, folder: str | Path, device: Any = "cpu", dtype: torch.dtype | None = torch.float32) -> Self:
-        """The part in a folder that `check` has passed."""
+        """Loads the part from a folder that has passed `check`."""
         part, weights = cls(cls.read_config(folder)), load_file(Path(folder) / cls.file)
         part.load_state_dict({name: weights[name].to(device, dtype) for name in part.state_dict()}, assign=True)
         return part
 
     def like_this(self, folder: str | Path) -> Self:
-        """The part in a folder. Raises ConfigError unless it was trained for the same model and place."""
+        """Loads the part from a folder. Raises ConfigError unless it was trained for the same model and place."""
         if (config := self.check(folder)) != self.config:
             self.refuse(folder, f"a {self.noun} for {self.config}", str(config))
         return self.load(folder)
 
     @classmethod
     def check(cls, folder: str | Path, **wanted: Any) -> Any:
-        """The configuration in a folder. Raises ConfigError unless it has these values and all weights are there."""
+        """The configuration in a folder. Raises ConfigError unless it has these values and no weights are missing."""
         config = cls.read_config(folder)
         for name, value in wanted.items():
             if getattr(config, name) != value:

@@ -1,5 +1,5 @@
-"""Distils a frozen model into a part, which learns its distribution (Hinton et al. 2015), offline or while it serves.
-K: draft tokens, N: drafts, T: tokens of a row, H: hidden size, V: vocabulary."""
+"""Distils a frozen model into a part, which learns the model's distribution (Hinton et al. 2015), offline or while it
+serves. K: draft tokens, N: drafts, T: tokens of a row, H: hidden size, V: vocabulary."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One token of each draft of a row; the tokens of one draft have the same index in all guesses. The model emits the
-    token that the first of the `logits` [N, V] float32 guess after the place `start` in the row."""
+    """One token of each draft of a row; the tokens of one draft have the same index in all guesses. The first of the
+    `logits` [N, V] float32 guesses the token that the model emits after the place `start` in the row."""
 
     logits: torch.Tensor
     start: int
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The elements [N, ...] of a row's [T, ...], such as the model's logits, that these logits guess."""
+        """The elements [N, ...] of a row's [T, ...] (such as the model's logits) that these logits predict."""
         return full[self.start : self.start + len(self.logits)]
 
 
@@ -46,8 +46,8 @@ Guesser = Callable[[States, int], Iterator[Guess]]
 
 
 def distil(model: Model, texts: Iterable[States], guesser: Guesser, num_draft: int, num_tokens: int) -> float:
-    """Adds the gradient of the mean loss to the part's gradients; returns the loss, in nats a draft token. `texts`
-    gives the states of each row; `num_tokens` counts all rows."""
+    """Adds the gradient of the mean loss to the part's gradients, and returns the loss in nats per draft token. `texts`
+    yields the states of each row; `num_tokens` counts the tokens of all rows."""
     total, num_drafted = 0.0, num_tokens * num_draft
     for states in texts:  # one row at a time: its logits, up to num_draft [T, V], take the memory
         with torch.autocast("cuda", torch.bfloat16, enabled=states[-1].device.type == "cuda"):
@@ -62,7 +62,7 @@ def distil(model: Model, texts: Iterable[States], guesser: Guesser, num_draft: i
 
 
 def jump_guesser(model: Model, head: JumpHead) -> Guesser:
-    """Begins a draft after each token of the row but the first, which has no state before it."""
+    """Begins a draft after each token of the row except the first, which has no previous state."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         config, num_tokens = head.config, len(states[0])
@@ -87,7 +87,7 @@ def exit_guesser(model: Model, head: ExitHead) -> Guesser:
 
 
 def medusa_guesser(model: Model, heads: MedusaHeads) -> Guesser:
-    """Begins a draft after the token that follows each token of the row."""
+    """Begins a draft after the successor of each token of the row."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         for step, logits in enumerate(heads.logits(states[-1].float(), num_draft, model.logits)):
@@ -104,8 +104,8 @@ GUESSERS: dict[type, Callable[[Any, Any], Guesser]] = {
 
 
 def walk(accept_probs: torch.Tensor) -> tuple[float, float]:
-    """Expected tokens and steps of an engine that begins each step after the tokens of the last one. `accept_probs` are
-    [K, N], of each draft token, if those before it are accepted.
+    """Expected numbers of tokens and steps of an engine that begins each step after the tokens of the last one.
+    `accept_probs` are [K, N], for each draft token given that the earlier ones are accepted.
 
     >>> walk(torch.tensor([[1.0, 0.0, 1.0, 0.0]]))  # two tokens, two tokens
     (4.0, 2.0)

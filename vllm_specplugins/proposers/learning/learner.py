@@ -1,6 +1,5 @@
-"""Connects the engine with the trainer of one part: takes readings, hands over new weights, saves the serving ones.
-
-The engine's thread calls `step`, which never waits, and `close`. A failure ends the learning and leaves the drafts.
+"""Connects the engine with the trainer of one part: passes readings to it, installs new weights, and saves the serving
+ones. The engine's thread calls `step`, which never waits, and `close`. A failure ends learning, and drafting continues.
 """
 
 import logging
@@ -31,8 +30,8 @@ RECENT = 0.001  # weight of a request's step in the measured acceptance length
 
 
 class Learner:
-    """Lets `part` learn; its weights change between steps. With `exits`, the states that an exit has read, windows hold
-    these beside the target's."""
+    """Trains `part` while it serves; its weights change between steps. With `exits`, windows also hold the states that
+    an exit has read."""
 
     def __init__(
         self,
@@ -76,11 +75,12 @@ class Learner:
                 logger.warning("learn: path is begun anew: %s", error)
 
     def begin(self, read: Callable[[], Iterable[Reading]]) -> None:
-        """Learns from the readings that `read` returns, those since the last call. The learner's thread calls it."""
+        """Starts to learn from the readings that `read` returns: those since its last call. The learner's thread calls
+        `read`."""
         self._read, self.is_on = read, True
 
     def rehearse(self) -> None:
-        """Takes the memory of a training step, while the engine measures its memory."""
+        """Allocates the memory of a training step while the engine measures its memory."""
         if self.is_on:
             with torch.inference_mode(False), torch.enable_grad():
                 self.trainer.rehearse()
@@ -112,7 +112,7 @@ class Learner:
         return {"examples": self._windows.num_tokens, **self.trainer.counts}
 
     def lengths(self) -> dict[str, float]:
-        """Acceptance lengths: the measured one, and those expected of the loaded and the serving weights."""
+        """Acceptance lengths: the measured one, and those expected for the loaded and the serving weights."""
         return {"measured": self._measured, **self.trainer.lengths}
 
     def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:

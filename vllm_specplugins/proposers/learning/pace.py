@@ -1,4 +1,4 @@
-"""Limits the share of time that learning takes, by a rest after each piece of work."""
+"""Limits the share of time that learning takes, with a rest after each piece of work."""
 
 import time
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Pace:
         self._since = self._clock()
 
     def rest(self) -> None:
-        """Rests for the work since the last rest; raises Stopped where learning ends."""
+        """Rests for the work since the last rest. Raises Stopped if learning ends."""
         worked = self._clock() - self._since
         self.worked_s += worked
         while worked > 0:

@@ -1,7 +1,6 @@
-"""Decides whether one part drafts better than another: a paired comparison of acceptance lengths on held-out windows.
-
-Each tenant is compared, too: a tenant that floods the engine cannot promote weights that are worse for others. N:
-windows, T: tokens of a window, K: draft tokens, V: vocabulary.
+"""Decides whether one part drafts better than another, by a paired comparison of acceptance lengths on held-out
+windows. Tenants are also compared one by one, so a tenant that floods the engine cannot promote weights that are worse
+for others. N: windows, T: tokens of a window, K: draft tokens, V: vocabulary.
 """
 
 import math
@@ -28,8 +27,8 @@ def acceptance_length(
     guesser: Guesser,
     num_draft: int,
 ) -> float:
-    """Expected tokens of a step in a window, the target's token included: an engine's acceptance length. A draft token
-    is accepted if it is the emitted one (temperature 0), or with probability min(1, q / p) of the emitted one
+    """Expected tokens per step in a window, including the target's token: an engine's acceptance length. A draft token
+    is accepted if it is the emitted one (temperature 0), or with the probability min(1, q / p) of the emitted one
     (Leviathan et al. 2023). This ignores the request's filters, such as top-p."""
     guesses = list(guesser(states, num_draft))
     num_drafts = len(guesses[-1].logits)
@@ -51,7 +50,7 @@ def _accept_probs(guess: Guess, full: torch.Tensor, next_ids: torch.Tensor, temp
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between the acceptance lengths of two parts by window, and the windows' tenants, [N] each.
+    """Differences of the acceptance lengths of two parts, by window, and the windows' tenants, [N] each.
 
     >>> better = Comparison(np.array([0.2, 0.3] * 10), np.zeros(20, int))
     >>> better.is_better, better.is_worse

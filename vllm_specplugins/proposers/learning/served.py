@@ -1,5 +1,5 @@
-"""The end of the served model, frozen: the embeddings, the final norm and the head, with gradients, which the engine's
-operations may lack. T: tokens, H: hidden size, V: vocabulary."""
+"""The frozen end of the served model: the embeddings, the final norm and the head, in operations with gradients, which
+the engine's may lack. T: tokens, H: hidden size, V: vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ServedEnd:
         embed: embeddings [T, H] of token ids [T].
         norm_weight: [H] float32, the factors of the final norm.
         head_weight: [V, H].
-        scale, soft_cap: of logits; a soft cap of c makes them c * tanh(logits / c).
+        scale, soft_cap: applied to logits; a soft cap of c maps them to c * tanh(logits / c).
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
@@ -44,7 +44,7 @@ class ServedEnd:
 
     def states_of(self, window: Window) -> States:
         """The embeddings of a window's tokens, the states after each layer, and those after the final norm. The states
-        of an exit's layer, or the last ones, stand for all layers between."""
+        of an exit's layer, or the last ones, stand in for those of the layers between."""
         *exits, last = window.states.split(len(self.norm_weight), -1)
         with torch.no_grad():
             return [self.embed(window.token_ids), *(exits or [last]) * (self.num_layers - 1), last]

@@ -24,7 +24,8 @@ LEARNING_RATE, MEAN_DECAY = 1e-3, 0.95
 
 
 class Trainer:
-    """Trains from `loaded`, with which the engine started; `promote` gets weights that serve from the next step on."""
+    """Trains from `loaded`, the weights at the engine's start; `promote` receives the weights that serve from the next
+    step on."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Trainer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of six parts, gradients and the optimizer's two moments."""
+        """The memory of six copies of the part, its gradients and the optimizer's two moments."""
         num_weights: int = sum(tensor.numel() for tensor in self.candidate.parameters())
         return 9 * 4 * num_weights
 
@@ -77,7 +78,7 @@ class Trainer:
         self.counts["steps"] += 1
 
     def rehearse(self) -> None:
-        """Takes the memory of a step, and drops the step."""
+        """Allocates the memory of a step, and discards the step."""
         windows = [self._windows.blank()] * STEP_WINDOWS
         self._optimize(windows, map(self._model.states_of, windows))
         self.restart()
@@ -93,7 +94,8 @@ class Trainer:
             torch._foreach_lerp_(list(self.candidate.parameters()), new, 1 - MEAN_DECAY)
 
     def test(self) -> None:
-        """Compares the loaded part, the serving one and the candidate; promotes, rolls back or drops."""
+        """Compares the loaded part, the serving part and the candidate, then promotes, rolls back or drops the
+        candidate."""
         parts = {"loaded": self._loaded, "serving": self.serving, "candidate": self.candidate}
         with torch.no_grad():
             lengths, tenants = self._lengths(parts)
@@ -134,7 +136,7 @@ class Trainer:
 
 
 def copied(part: Part) -> Part:
-    """A copy in float32; tensors that are no parameters are shared."""
+    """A copy in float32; tensors that are not parameters are shared."""
     shared = {id(tensor): tensor for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)}
     return deepcopy(part, shared).float()
 

@@ -18,8 +18,8 @@ MAX_WINDOWS = 2048  # older text is less like the next
 
 
 class ExitStates:
-    """The states that an exit read for its newest drafts. A CUDA graph may write them. The target's layers leave the
-    same ones in verification."""
+    """The states that an exit read for its newest drafts; a CUDA graph may write them. In verification the target's
+    layers compute the same states."""
 
     def __init__(self, num_rows: int, max_num_draft: int, hidden_size: int, device: Any, dtype: torch.dtype):
         self.states = torch.zeros(num_rows, max_num_draft, hidden_size, device=device, dtype=dtype)
@@ -44,7 +44,7 @@ class ExitStates:
         firsts: torch.Tensor,  # [R] position of the first of them
         places: torch.Tensor,  # [R, T] int64 indices of these tokens
     ) -> torch.Tensor:
-        """States [R, T, H] of the exit's layer; NaN where the exit did not read the same tokens at the same place."""
+        """States [R, T, H] of the exit's layer; NaN if the exit did not read the same tokens at the same place."""
         num_rows, length = token_ids.shape
         is_known = (self.token_ids[rows] == token_ids) & ((rows >= 0) & (self.firsts[rows] == firsts))[:, None]
         states = torch.where(is_known.cumprod(1)[:, :, None] > 0, self.states[rows], torch.nan)
@@ -55,8 +55,8 @@ class ExitStates:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens that the target read and emitted at T places in a row: `token_ids` [T] int64 and `next_ids` [T] int64.
-    `states` are [T, H] after the final norm, or [T, 2 H]: an exit's, then these."""
+    """The tokens that the target read and emitted at T consecutive places: `token_ids` [T] int64 and `next_ids` [T]
+    int64. `states` are [T, H] after the final norm, or [T, 2 H]: an exit's states, then these."""
 
     states: torch.Tensor
     token_ids: torch.Tensor
@@ -77,9 +77,9 @@ class _Slot:
 
 
 class Windows:
-    """Fills windows from readings. A new window replaces the oldest window of the tenant with the largest number, so a
-    tenant that floods the engine gets no more than its share. A request with the option `learn` false leaves nothing.
-    States take about `max_bytes`; windows with fewer than `min_length` tokens are dropped."""
+    """Fills windows from readings. A new window replaces the oldest window of the tenant with the largest number of
+    windows, so a tenant that floods the engine gets at most its share. A request with the option `learn` false leaves
+    nothing. States take about `max_bytes`; windows with fewer than `min_length` tokens are dropped."""
 
     def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype, min_length: int):
         num_rows = min(MAX_WINDOWS, max(8, max_bytes // (LENGTH * hidden_size * dtype.itemsize)))

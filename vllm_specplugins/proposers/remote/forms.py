@@ -1,7 +1,6 @@
-"""Two forms of questions and answers: token ids, where the drafter has the target's tokenizer, or text.
-
-Text is bytes, since a token may end within a character. A draft tokenizes it with the target's tokenizer from the end
-of the history on, where both tokenizers agree; history that is spelt in other tokens still agrees as text.
+"""Two forms of questions and answers: token ids, if the drafter has the target's tokenizer, and text. Text is stored as
+bytes, since a token may end within a character. A draft tokenizes it with the target's tokenizer from the end of the
+history on, where both tokenizers agree. A history in other tokens still agrees as text.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ class Refused(ValueError):
 
 
 def newest(tokens: Guess, limit: int) -> Guess:
-    """The newest tokens, between `limit` / 2 and `limit` of them: a start that stays for many steps suits prefix
+    """Between `limit` / 2 and `limit` of the newest tokens: a beginning that stays for many steps suits prefix
     caches."""
     half = max(1, limit // 2)
     return tokens[max(0, len(tokens) // half - 1) * half :]
@@ -45,14 +44,14 @@ class TokenIds:
         return list(newest(guess, max_tokens))
 
     def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
-        """A piece of an answer. Raises Refused if it has more tokens than allowed, or unknown ones."""
+        """Reads a piece of an answer. Raises Refused if it has too many tokens, or unknown ones."""
         tokens = choice["token_ids"]
         if len(tokens) > max_tokens or not all(type(id_) is int and 0 <= id_ < self._vocab_size for id_ in tokens):
             raise Refused("more tokens than asked for, or outside of the vocabulary")
         return tuple(tokens)
 
     def num_tokens(self, guess: Guess) -> int:
-        """Counts tokens; of a text it is an estimate."""
+        """Counts tokens; for a text the result is an estimate."""
         return len(guess)
 
     def draft(self, guess: Guess, limit: int) -> list[int]:
@@ -60,7 +59,7 @@ class TokenIds:
 
 
 class Text:
-    """Guesses are bytes of UTF-8; methods as of TokenIds."""
+    """Guesses are bytes of UTF-8; the methods are those of TokenIds."""
 
     none: Guess = b""
     fields: Mapping[str, Any] = {}

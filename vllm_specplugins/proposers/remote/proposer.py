@@ -1,6 +1,6 @@
 """Remote: a model behind another server drafts ahead of verification, and no step waits for it. Each request has one
 question under way, which continues the history and the guess of earlier answers. A late answer is compared with the
-tokens emitted since, and its rest is drafted."""
+tokens emitted since, and the rest becomes the draft."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class _Request:
     is_refused: bool = False  # the server does not take its questions
 
     def agrees(self) -> bool:
-        """Whether history and guess agree as far as both go; the common part is then dropped."""
+        """Whether history and guess agree over their common length, which is then dropped."""
         num_both = min(len(self.ahead), len(self.behind))
         both = self.ahead[:num_both], self.behind[:num_both]
         self.ahead, self.behind = self.ahead[num_both:], self.behind[num_both:]
@@ -40,7 +40,8 @@ class _Request:
 
 
 class Remote(Proposer):
-    """Asks until the guess is as far ahead as a fully accepted request gets while the server answers two questions."""
+    """Asks until the guess reaches as far ahead as a fully accepted request advances while the server answers two
+    questions."""
 
     def __init__(self, config: RemoteConfig, context: ProposerContext):
         self._least_ahead, self._max_model_len = 2 * (context.max_num_draft + 1), context.max_model_len

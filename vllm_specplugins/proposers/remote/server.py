@@ -1,4 +1,4 @@
-"""A thread asks an OpenAI-compatible server; it reads answers line by line, bounded in lines and time."""
+"""A thread asks an OpenAI-compatible server, and reads answers line by line, with limits of lines and time."""
 
 import asyncio
 import json
@@ -29,8 +29,8 @@ FOR_ALL = (401, 403, 404, 429)  # statuses 4xx that every question would get
 
 
 class Server:
-    """Asks questions in a thread. A failure writes one line until the server answers again, and starts a pause. The
-    first question asks for the drafter's context, too."""
+    """Asks questions in a thread. A failure starts a pause, and logs one line until the server answers again. The first
+    question also asks for the drafter's context length."""
 
     def __init__(self, config: RemoteConfig, form: Form):
         self._base, self._model, self._form = config.url.rstrip("/"), config.model, form
@@ -46,7 +46,7 @@ class Server:
 
     def ask(self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess]) -> "Future[None] | None":
         """Asks for the likeliest tokens after these, at most num_tokens; their pieces arrive in `pieces`. Returns None
-        during a pause. The future raises Refused where the server does not take this question."""
+        during a pause. The future raises Refused if the server refuses this question."""
         if time.monotonic() < self._not_before:
             return None
         return asyncio.run_coroutine_threadsafe(self._answer(text, guess, num_tokens, pieces), self._loop)
