@@ -76,13 +76,19 @@ def test_as_played(attention: None, engine: Any) -> None:  # noqa: F811
     assert metrics["accepted_tokens"] >= sum(len(row["output"]) - 1 for row in rows) - steps
 
 
-@pytest.mark.parametrize("field", ["kv_cache_dtype", "tensor_parallel_size"])
-def test_refusals(field: str) -> None:
-    """Kills: an engine that would verify by a wrong mask; a sentence about a field that the user did not set."""
+ROTATED_IN_3D = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("kv_cache_dtype", "fp8"), ("tensor_parallel_size", 2), ("hf_overrides", ROTATED_IN_3D)]
+)
+@pytest.mark.parametrize("kind", [alone, with_lookup])
+def test_refusals(kind: Any, field: str, value: Any) -> None:
+    """Kills: an engine that would verify by a wrong mask, or with positions that are not of a tree; a sentence about a
+    field that the user did not set."""
     from conftest import DEMO_MODEL
     from vllm.engine.arg_utils import EngineArgs
 
-    value = {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2}[field]
-    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=alone(), enforce_eager=True, **{field: value})
-    with pytest.raises(ConfigError, match="lookahead must be left out with"):
+    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=kind(), enforce_eager=True, **{field: value})
+    with pytest.raises(ConfigError, match="lookahead must be left out with|model must be a text-only decoder .*, not a multimodal model"):
         args.create_engine_config()

@@ -26,7 +26,7 @@ from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_mo
 from vllm_specplugins.engine.frontend.options import check_requests
 from vllm_specplugins.engine.frontend.scheduling import name_in_vllm
 from vllm_specplugins.engine.metrics.export import export_metrics
-from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
+from vllm_specplugins.engine.target.admission import check_kind, check_states, check_target, has_state
 from vllm_specplugins.methods import reads_history, runs_target
 from vllm_specplugins.plan import Conditions, make_plan
 from vllm_specplugins.proposers.heads.medusa_heads import num_heads
@@ -150,6 +150,8 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         )
     if speculative_config.runs_target:
         check_target(vllm_config, speculative_config.plugin_config)
+    if speculative_config.plugin_config.longest_chain:
+        check_kind(vllm_config.model_config, method)
     if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
         vllm_config.__class__ = PluginVllmConfig
     worker = vllm_config.parallel_config.worker_cls

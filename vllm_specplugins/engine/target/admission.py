@@ -15,6 +15,18 @@ def has_state(model: ModelConfig) -> bool:
     return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
 
 
+def check_kind(model: ModelConfig, method: str) -> None:
+    """Raises ConfigError unless the model is a text-only decoder with attention in every layer."""
+    kinds = {
+        "a hybrid or state-space model": has_state(model),
+        "a multimodal model": model.is_multimodal_model or model.uses_mrope,
+        "an encoder-decoder model": model.is_encoder_decoder,
+    }
+    for kind, applies in kinds.items():
+        if applies:
+            raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
+
+
 def check_states(vllm_config: VllmConfig, method: str) -> None:
     """Raises ConfigError for Mamba 1 and, on V2, for linear attention: vLLM does not restore their states."""
     stays = {"mamba1", "linear_attention"} if vllm_config.use_v2_model_runner else {"mamba1"}
@@ -61,14 +73,7 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if vllm_config.lora_config is not None and not all(row.knows_adapters for row, _ in rows):
         raise ConfigError(f"{method}: enable_lora must be false, not True: the heads know the model without adapters.")
-    kinds = {
-        "a hybrid or state-space model": has_state(model),
-        "a multimodal model": model.is_multimodal_model or model.uses_mrope,
-        "an encoder-decoder model": model.is_encoder_decoder,
-    }
-    for kind, applies in kinds.items():
-        if applies:
-            raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
+    check_kind(model, method)
     if any(row.cuts_layers for row, _ in rows) and not may_be_cut(_module_of(model)):
         raise uncuttable(method, model.architecture)
     if any(getattr(method_config, "layers", None) for _, method_config in rows):
