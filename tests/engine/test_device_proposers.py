@@ -54,6 +54,52 @@ def test_faults(engine: Any, fault: str, caplog: Any) -> None:
     assert mine == outputs(engine(None))
 
 
+def drafts_of(draft: Any, monkeypatch: Any) -> tuple[Any, list[str]]:
+    """The drafts of a class whose `draft` is this one, and what ended: its drafting or the process."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from vllm_specplugins.engine.v2.speculators.custom import CustomDrafts
+
+    texts = (SimpleNamespace(gpu=torch.zeros(4, 8, dtype=torch.int32)), SimpleNamespace(gpu=torch.ones(4).int()))
+    drafts, ended = CustomDrafts(SimpleNamespace(all_token_ids=texts[0], total_len=texts[1]), 3, 100), list[str]()
+    monkeypatch.setattr("os._exit", lambda code: ended.append("process"))
+    drafts.proposer, drafts.stop = SimpleNamespace(draft=draft), lambda: ended.append("drafting")
+    return drafts, ended
+
+
+@pytest.mark.parametrize("field", ["token_ids", "num_draft", "confidence"])
+@pytest.mark.parametrize("form", ["device", "type", "shape", "list"])
+def test_forms(field: str, form: str, monkeypatch: Any) -> None:
+    """Kills: a tensor of another device or type that reaches arithmetic outside of the guard, and ends the engine."""
+    import torch
+
+    from vllm_specplugins.device import DeviceDraft
+
+    good = DeviceDraft(torch.ones(2, 3).int(), torch.ones(2).int(), torch.ones(2))
+    tensor = getattr(good, field)
+    wrong = {"device": tensor.to("meta"), "type": tensor.bool(), "shape": tensor[:1], "list": tensor.tolist()}[form]
+    slots, room = torch.arange(2), torch.full((2,), 3).int()
+    for given, expected in ((good, [1, 1]), (good._replace(confidence=None), [1, 1])):
+        drafts, ended = drafts_of(lambda *_: given, monkeypatch)  # noqa: B023
+        assert drafts.match(slots, room, None).num_draft.tolist() == expected and not ended
+    drafts, ended = drafts_of(lambda *_: good._replace(**{field: wrong}), monkeypatch)
+    for _ in range(2):
+        assert drafts.match(slots, room, None).num_draft.tolist() == [0, 0]
+    assert ended == ["drafting"]
+
+
+def test_a_fault_on_one_of_several_ranks(monkeypatch: Any) -> None:
+    """Kills: a rank that goes on without drafts while the others verify theirs."""
+    import torch
+
+    drafts, ended = drafts_of(None, monkeypatch)
+    drafts.num_ranks = 2
+    drafts.match(torch.arange(2), torch.ones(2).int(), None)
+    assert ended[0] == "process"
+
+
 def test_slots() -> None:
     """On the host a request has one slot from its start to its end. Kills: a slot of a live request given again."""
     import numpy as np

@@ -188,10 +188,7 @@ class Guard:
     def _attempt(self, work: Callable[[], T], request_ids: Sequence[str]) -> T | Fault:
         outcome = attempt(work, request_ids, passes=(KeyboardInterrupt, SystemExit))
         if isinstance(outcome, Fault) and self._ends_process:
-            logger.error(
-                "%s %s (%s) on one of several ranks, which ends them all.", self._name, outcome.kind, outcome.cause
-            )
-            os._exit(1)  # an orderly exit would wait for the other ranks
+            end_all_ranks(self._name, outcome)
         return outcome
 
     def _to_blame(self, fault: Fault, batch: DraftBatch) -> list[str]:
@@ -207,6 +204,12 @@ class Guard:
     def _record(self, fault: Fault, charged_to: Sequence[str]) -> None:
         self._set_aside.update(charged_to)
         self._breaker.record(fault, charged_to)
+
+
+def end_all_ranks(name: str, fault: Fault) -> None:
+    """Ends this process, and so all ranks, after a fault of a proposer that each of them runs."""
+    logger.error("%s %s (%s) on one of several ranks, which ends them all.", name, fault.kind, fault.cause)
+    os._exit(1)  # an orderly exit would wait for the other ranks
 
 
 def attempt(

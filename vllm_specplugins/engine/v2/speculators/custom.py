@@ -1,7 +1,7 @@
 """Model Runner V2: drafts of another package's `device.DeviceProposer`. After an exception, or a result of another
-form, it drafts nothing until the engine starts again, since no Python runs in a recorded graph. Requests continue."""
+form, it drafts nothing until the engine starts again, since no Python runs in a recorded graph. Requests continue. On
+one of several ranks, which draft alike, a fault ends the process."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,16 +9,19 @@ import torch
 
 from vllm_specplugins.device import DeviceDraft, DeviceTexts
 from vllm_specplugins.engine.v2.requests import Request
+from vllm_specplugins.isolation.faults import fault_of, logger
+from vllm_specplugins.isolation.guard import end_all_ranks
 from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
 from vllm_specplugins.structures.drafts import columns
 
-logger = logging.getLogger("vllm.specplugins")
+_INTEGERS, _FLOATS = (torch.int32, torch.int64), (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class CustomDrafts:
     """A part of the first source on the device, like the tables of a lookup."""
 
-    proposer: Any  # set by Lookups.new_proposer
+    proposer: Any  # set by Lookups.new_proposer, as num_ranks
+    num_ranks = 1
     stop: Callable[[], None]  # the speculator's; set by DeviceSpeculator.attach
 
     def __init__(self, req_states: Any, max_num_draft: int, vocab_size: int):
@@ -38,7 +41,7 @@ class CustomDrafts:
         """The draft of each row, cut at max_draft [R] and before a token outside the vocabulary."""
         zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
         rows = slots.clamp(max=len(self._texts.lengths) - 1)
-        drafted = self._call(lambda: self._checked(self.proposer.draft(self._texts, rows, max_draft), len(slots)))
+        drafted = self._call(lambda: self._checked(self.proposer.draft(self._texts, rows, max_draft), max_draft))
         if drafted is None:
             return Match(zeros, max_draft * 0, max_draft * 0.0 + 1)
         token_ids, num_draft, confidence = drafted
@@ -49,15 +52,17 @@ class CustomDrafts:
         confidence = max_draft * 0.0 + 1 if confidence is None else confidence.float().nan_to_num(1.0)
         return Match(zeros, num_draft, confidence.clamp(0, LONGEST_MATCH))
 
-    def _checked(self, draft: Any, num_rows: int) -> DeviceDraft:
+    def _checked(self, draft: Any, max_draft: torch.Tensor) -> DeviceDraft:
         token_ids, num_draft, confidence = draft
-        for name, tensor, shape in (
-            ("token_ids", token_ids, (num_rows, min(token_ids.shape[1], self._max_num_draft))),
-            ("num_draft", num_draft, (num_rows,)),
-            ("confidence", confidence, (num_rows,)),
+        rows, device = tuple(max_draft.shape), max_draft.device
+        for name, tensor, shape, dtypes in (
+            ("token_ids", token_ids, (*rows, min(token_ids.shape[-1], self._max_num_draft)), _INTEGERS),
+            ("num_draft", num_draft, rows, _INTEGERS),
+            *[("confidence", confidence, rows, _FLOATS)] * (confidence is not None),
         ):
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} must have the shape {shape}, not {tuple(tensor.shape)}")
+            if (tuple(tensor.shape), tensor.device) != (shape, device) or tensor.dtype not in dtypes:
+                given = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+                raise ValueError(f"{name} must be {shape} of {dtypes[0]} on {device}, not {given}")
         return DeviceDraft(token_ids, num_draft, confidence)
 
     def _call(self, function: Callable[[], Any]) -> Any:
@@ -66,8 +71,11 @@ class CustomDrafts:
             return None
         try:
             return function()
-        except Exception:
-            logger.exception("A proposer on the device has failed and drafts nothing from now on; requests go on.")
-            self._has_failed = True
+        except Exception as error:
+            fault, self._has_failed = fault_of(error, ()), True
+            if self.num_ranks > 1:
+                end_all_ranks("The proposer", fault)
+            words = "The proposer %s (%s) on the device and drafts nothing from now on; requests go on."
+            logger.error(words, fault.kind, fault.cause)
             self.stop()
             return None

@@ -45,7 +45,7 @@ class Lookups:
 
     def new_proposer(self, config: SpecConfig | StageConfig, context: ProposerContext) -> Any:
         if self.custom is not None:
-            self.custom.proposer = build_proposer(config, context)
+            self.custom.proposer, self.custom.num_ranks = build_proposer(config, context), context.num_ranks
             return self.custom.proposer
         if self.late is None:
             return self.texts
