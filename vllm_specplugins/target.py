@@ -1,4 +1,5 @@
-"""The target for model proposers (`DraftBatch.target`), and other inputs of some. Dimensions as in draft.py."""
+"""The target for model proposers (`DraftBatch.target`), and inputs that only some proposers get. Dimensions are those
+of draft.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class Sampling:
     """Sampling state of a batch's requests, on the engine's device.
 
     Args:
-        temperature: [num_reqs] float32, 0 is greedy.
+        temperature: [num_reqs] float32; 0 is greedy.
         seeds: [num_reqs] int64, for the random numbers of this step's drafts; verification uses others.
         verified: `kernels.rejection.Sampling` with [num_reqs] entries, the parameters and random numbers of
             verification; None if vLLM verifies.
@@ -28,10 +29,9 @@ class Sampling:
 
 
 class PagedForward(Protocol):
-    """Runs layers of the target for T new tokens of each request, on the target's paged KV cache.
-
-    Never waits for the device. Positions may lie up to K - 1 past the newest token: K slots are reserved. Attention
-    metadata of single tokens is updated in place if the attention backend can do so.
+    """Runs layers of the target for T new tokens of each request, on the target's paged KV cache, without waiting for
+    the device. Positions may lie up to K - 1 past the newest token, since K slots are reserved. If the attention
+    backend permits it, attention metadata of single tokens is updated in place.
     """
 
     def hidden_states(self, layers: Layers, token_ids: Any, positions: Any, normed: bool = True) -> Any:
@@ -42,7 +42,7 @@ class PagedForward(Protocol):
             token_ids: [num_reqs] or [num_reqs, T] int, the tokens to feed.
             positions: of the same shape, int64, consecutive within a request; keys and values are written there, and
                 overwritten by verification.
-            normed: apply the target's final norm.
+            normed: whether to apply the target's final norm.
         """
 
     def embeddings(self, token_ids: Any) -> Any:
@@ -57,12 +57,12 @@ class PagedForward(Protocol):
         """Logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
 
     def argmax(self, hidden_states: Any) -> Any:
-        """Token ids [N] of the largest logits, which tensor parallelism does not gather."""
+        """Token ids [N] of the largest logits; tensor parallelism does not gather the logits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """The sizes that a trained part must match, known before an engine loads weights."""
+    """The sizes that a trained part must match; they are known before an engine loads weights."""
 
     num_layers: int
     hidden_size: int
@@ -77,12 +77,12 @@ class Target:
     Args:
         forward: runs the target's layers.
         last_token_ids: [num_reqs] int32, each request's newest token; its keys and values are not written yet.
-        num_tokens: [num_reqs] int64, length of each request with that token.
+        num_tokens: [num_reqs] int64, the length of each request including that token.
         last_hidden_states: [num_reqs, hidden_size], from which the newest token was sampled.
         sampling: temperatures and seeds.
-        edit: maps (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to the logits with
-            the edits of verification (bias, penalties, forbidden tokens) after that many draft tokens, for the tokens
-            at these positions; each request has equally many of the N rows. None if no request has edits.
+        edit: maps (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to logits with
+            verification's edits (bias, penalties, forbidden tokens) after that many draft tokens, for the tokens at
+            these positions. Each request has the same number of the N rows. None if no request has edits.
     """
 
     forward: PagedForward
@@ -100,7 +100,7 @@ class Offer:
     Args:
         token_ids: [num_reqs, K] int32.
         ms: drafting time.
-        accept_probs: [num_reqs, K] float32, of each token given that earlier ones are accepted; None: unknown.
+        accept_probs: [num_reqs, K] float32, for each token given that the earlier ones are accepted; None: unknown.
     """
 
     token_ids: Int32Array
@@ -110,7 +110,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Training data of a step: N positions with accepted tokens, and the tokens emitted after them.
+    """Training data of a step: N positions with accepted tokens, and the tokens that were emitted after them.
 
     Args:
         request_ids, options, temperatures: of the requests that emitted tokens.
@@ -119,7 +119,7 @@ class Reading:
         token_ids: [N] int32 at these positions.
         next_ids: [N] int32 emitted after them.
         states: [N, hidden_size] after the final norm, on the target's device. Each row begins with the states of an
-            exit in training, if any: NaN if it did not run.
+            exit in training, if any, with NaN if the exit did not run.
         gone: requests that ended since the last step.
     """
 

@@ -1,2 +1,2 @@
-"""Plain arrays and the code that works on them, below all rooms: they know tokens, and nothing of engines or policies.
-Import from the modules: this one stays empty, so that importing one structure does not pay for another's compiler."""
+"""Plain arrays and the code that works on them, used by all packages. They contain tokens, and no engines or policies.
+Import from the modules: this one stays empty, so importing one structure does not compile another."""

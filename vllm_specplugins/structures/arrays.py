@@ -1,5 +1,5 @@
-"""Arrays of a step: the row that each request has until it is forgotten, and where its text lies in memory. Nothing
-here is compiled, since the plugin's front end imports it."""
+"""Arrays of a step: the row of each request until it is forgotten, and the address of its text. Nothing here is
+compiled, since the plugin's front end imports it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +15,14 @@ Ints = npt.NDArray[np.signedinteger[Any]]
 
 
 def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
-    """Returns the array, padded with zero rows if it has fewer rows than that."""
+    """Returns the array, padded with zero rows to this number of rows."""
     if num_rows <= len(array):
         return array
     return np.concatenate((array, np.zeros((max(num_rows - len(array), len(array)), *array.shape[1:]), array.dtype)))
 
 
 class SlotTable:
-    """The rows of requests, from 1 on. R: requests of a step."""
+    """The rows of requests, numbered from 1. R: requests of a step."""
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
@@ -31,7 +31,7 @@ class SlotTable:
         self.num_rows = 1
 
     def of(self, request_ids: Sequence[str]) -> Ints:
-        """Returns the rows of these requests, [R]; new ones get one."""
+        """Returns the rows of these requests, [R], and assigns rows to new requests."""
         if request_ids == self._newest[0]:
             return self._newest[1]
         for request_id in request_ids:
@@ -44,7 +44,7 @@ class SlotTable:
         return self._newest[1]
 
     def known(self, request_ids: Sequence[str]) -> Ints:
-        """Returns the rows of these requests, [R], 0 for those that have none."""
+        """Returns the rows of these requests, [R], with 0 for requests without a row."""
         if request_ids == self._newest[0]:
             return self._newest[1]
         return np.array([self._rows.get(request_id, 0) for request_id in request_ids], np.int64)
@@ -58,7 +58,7 @@ class SlotTable:
 
 
 def view(array: Int32Array) -> Int32Array:
-    """Returns the same memory, read-only for good: setting `flags.writeable` raises ValueError.
+    """Returns the same memory as a permanently read-only array: setting `flags.writeable` raises ValueError.
 
     >>> view(np.arange(3)).flags.writeable = True
     Traceback (most recent call last):
@@ -68,8 +68,8 @@ def view(array: Int32Array) -> Int32Array:
 
 
 class Views(tuple[Int32Array, ...]):
-    """Arrays that `view` made, or slices of them: a batch of these is handed to proposers as it is. `places`, where
-    known: their addresses and lengths (see places_of)."""
+    """Arrays from `view`, or slices of them, which proposers receive without a copy. `places`, if known, holds their
+    addresses and lengths (see places_of)."""
 
     places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
@@ -83,7 +83,8 @@ class Views(tuple[Int32Array, ...]):
 
 
 def places_of(texts: Sequence[Int32Array]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns addresses and lengths of texts for compiled code, [num_reqs] int64; TypeError unless contiguous int32."""
+    """Returns the addresses and lengths of texts for compiled code, [num_reqs] int64. Raises TypeError unless all are
+    contiguous int32."""
     known: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = getattr(texts, "places", None)
     if known is not None:
         return known

@@ -1,5 +1,6 @@
-"""Drafts of a batch as arrays, and how two drafts are combined. The arrays are NumPy's on the host and torch's on the
-device; the code is the same, and neither waits for a device nor branches on an array's values. K: max draft tokens."""
+"""Drafts of a batch as arrays, and combinations of two drafts. On the host the arrays are NumPy's, on the device
+torch's. The code is the same for both; it neither waits for a device nor branches on an array's values. K: max draft
+tokens."""
 
 from typing import Any, NamedTuple
 
@@ -17,15 +18,15 @@ class DraftArrays(NamedTuple):
     Args:
         token_ids: [num_reqs, K] int32.
         num_draft: [num_reqs] int; on the host int64.
-        stage: [num_reqs, K] int, index of the stage that answers for a token; on the host int64.
+        stage: [num_reqs, K] int, index of the stage to which a token counts; on the host int64.
         confidence: [num_reqs, K] float, on the host float64. Below 1 it is the drafter's acceptance probability of the
-            token if those before it are accepted; from 1 on it is the length of the match before the token, which is
-            one longer for each next token. A stage that reports neither counts 1, 2, 3, ...
-        q: [num_reqs, K] int64, the row of `logits` that the token was drawn from, -1 where its q is one-hot. None: all
-            are one-hot; on the device, where q is not used, row and place are the draft's.
+            token, given that the earlier ones are accepted. From 1 on it is the length of the match before the token,
+            which grows by one with each token. A stage that reports neither counts 1, 2, 3, ...
+        q: [num_reqs, K] int64, the row of `logits` from which the token was drawn, -1 if its q is one-hot. None: all
+            are one-hot. On the device q is not used; row and place are the draft's.
         logits: [N, vocab_size] tensor, on the device [num_reqs, at most K, vocab_size].
-        by_stage: for each stage of a cascade on the device the tokens [num_reqs] int that it drafted, -1 where it was
-            not asked; after them, under the policy `verify`, the tokens that the model confirmed.
+        by_stage: for each stage of a cascade on the device, the number of tokens that it drafted, [num_reqs] int, -1 if
+            it was not asked; then, under the policy `verify`, the number of tokens that the model confirmed.
     """
 
     token_ids: Array
@@ -38,7 +39,7 @@ class DraftArrays(NamedTuple):
 
     @property
     def is_drafted(self) -> Array:
-        """Returns [num_reqs, K] bool, whether a token is one of the draft."""
+        """Returns [num_reqs, K] bool: whether a token belongs to the draft."""
         return columns(self.token_ids) < self.num_draft[:, None]
 
     def cut(self, num_draft: Array) -> "DraftArrays":
@@ -46,7 +47,7 @@ class DraftArrays(NamedTuple):
         return self._replace(num_draft=num_draft)
 
     def shifted(self, num_tokens: Array) -> "DraftArrays":
-        """Returns the tokens from the place num_tokens [num_reqs] on, which may be negative."""
+        """Returns the tokens from place num_tokens [num_reqs] on; the place may be negative."""
         places = columns(self.token_ids) + num_tokens[:, None]
         q = None if self.q is None else picked(self.q, places)
         token_ids, stage, confidence = (picked(part, places) for part in (self.token_ids, self.stage, self.confidence))
@@ -54,7 +55,8 @@ class DraftArrays(NamedTuple):
 
 
 def combine(is_first: Array, first: DraftArrays, second: DraftArrays, num_draft: Array) -> DraftArrays:
-    """Takes the tokens of a first draft where is_first, [num_reqs, K or 1] bool, and elsewhere those of a second."""
+    """Takes the tokens of a first draft where is_first, [num_reqs, K or 1] bool, is set, and of a second draft
+    elsewhere."""
     where = namespace(is_first).where
     token_ids, stage, confidence = (
         where(is_first, getattr(first, name), getattr(second, name)) for name in ("token_ids", "stage", "confidence")
@@ -70,26 +72,26 @@ def combine(is_first: Array, first: DraftArrays, second: DraftArrays, num_draft:
 
 
 def join(first: DraftArrays, second: DraftArrays) -> DraftArrays:
-    """Appends each request's second draft to its first one, as far as K goes."""
+    """Appends each request's second draft to its first one, up to K tokens."""
     ends = first.num_draft
     return combine(columns(first.token_ids) < ends[:, None], first, second.shifted(-ends), ends + second.num_draft)
 
 
 def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
-    """Takes the first draft of the requests where is_first, [num_reqs] bool, and the second one of the others."""
+    """Takes the first draft of the requests with is_first, [num_reqs] bool, and the second draft of the others."""
     num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
     return combine(is_first[:, None], first, second, num_draft)
 
 
 def to_beat(texts: DraftArrays) -> Array:
-    """Returns the match length [num_reqs] above which an earlier output is copied in place of the request's text: an
-    equally long match is right less often in another text."""
+    """Returns the match length [num_reqs] above which an earlier output is copied instead of the request's text: at
+    equal length, a match in another text is right less often."""
     return namespace(texts.num_draft).where(texts.num_draft > 0, texts.confidence[:, 0] + MIN_LONGER, 0)
 
 
 def better(first: DraftArrays, second: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
-    """Takes for each request the draft with the larger gain, [num_reqs] each; without gains, the first draft that has a
-    token. Where one draft begins with the other, the longer one is taken, and the second stage answers for its tokens.
+    """Takes, for each request, the draft with the larger gain, [num_reqs] each; without gains, the first draft that has
+    a token. If one draft begins with the other, takes the longer one, and its tokens count to the second stage.
 
     >>> first, second = (of_stage(i, np.array([[5, 6, 7]]), np.array([3 - i]), np.ones(1)) for i in (0, 1))
     >>> best = better(first, second, None)
@@ -130,7 +132,7 @@ def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
 
 
 def begun(prefix: DraftArrays | None) -> tuple[Array, Ints]:
-    """Returns tokens and lengths of drafts that compiled code continues, both empty where there are none."""
+    """Returns the tokens and lengths of drafts that compiled code continues; both are empty if there are none."""
     return (_NO_TOKENS, NO_COUNTS) if prefix is None else (prefix.token_ids, prefix.num_draft)
 
 
@@ -146,20 +148,20 @@ def namespace(array: Array) -> Any:
 
 
 def up_to(count: int, like: Array) -> Array:
-    """Returns 0 1 2 ... count - 1, int64, on the device of another array."""
+    """Returns 0, 1, ..., count - 1 (int64) on the device of another array."""
     if isinstance(like, np.ndarray):
         return np.arange(count)
     return namespace(like).arange(count, device=like.device)
 
 
 def columns(array: Array) -> Array:
-    """Returns 0 1 2 ... for each column, int64."""
+    """Returns 0, 1, 2, ... (int64), one number per column."""
     return up_to(array.shape[1], array)
 
 
 def picked(array: Array, places: Array) -> Array:
-    """Returns the elements at places [num_rows, K] int64 of each row of an array [num_rows, T]; arbitrary ones outside
-    of it.
+    """Returns the elements at places [num_rows, K] int64 in each row of an array [num_rows, T]. Places outside of the
+    array give arbitrary elements.
 
     >>> picked(np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 0], [2, 3]])).tolist()
     [[2, 1], [6, 1]]
@@ -189,7 +191,7 @@ def put_logits(
     logits: Any,  # [num_reqs, at most K, vocab_size], changed; None: all tokens are certain
     is_certain: Any,  # [num_reqs, K] bool; None: none of those with logits is
 ) -> None:
-    """Writes the logits from which tokens were drawn to a table; one-hot for deterministic tokens, or without
+    """Writes the logits from which tokens were drawn to a table: one-hot for deterministic tokens, or without
     logits."""
     num_drawn = 0 if logits is None else logits.shape[1]
     if logits is not None:
@@ -203,8 +205,8 @@ def put_logits(
 
 
 def dense_logits(drafts: DraftArrays, max_length: int) -> Any:
-    """Returns the first tokens' logits, [num_reqs, max_length, vocab_size], one-hot if deterministic; None if all
-    are."""
+    """Returns the logits of the first tokens, [num_reqs, max_length, vocab_size], one-hot for deterministic tokens;
+    None if all are deterministic."""
     if drafts.q is None:
         return None
     import torch

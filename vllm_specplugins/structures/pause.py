@@ -4,7 +4,7 @@ FIRST_PAUSE_S = 1.0
 
 
 class Pause:
-    """A wait that doubles with each failure in a row, up to a longest one; a success ends it.
+    """A pause that doubles with each failure in a row, up to a limit. A success ends it.
 
     >>> pause = Pause(longest_s=60.0)
     >>> pause.failed(), pause.failed(), pause.seconds, pause.succeeded(), pause.seconds
@@ -16,12 +16,12 @@ class Pause:
         self.seconds = 0.0  # 0: the last attempt succeeded
 
     def failed(self) -> bool:
-        """Records a failure; returns whether it is the first of a series, which deserves a line in the log."""
+        """Records a failure, and returns whether it is the first of a series, which is worth a log line."""
         is_first = self.seconds == 0
         self.seconds = min(2 * self.seconds or FIRST_PAUSE_S, self._longest_s)
         return is_first
 
     def succeeded(self) -> bool:
-        """Records a success; returns whether it is the first after a failure."""
+        """Records a success, and returns whether it is the first after a failure."""
         was_failing, self.seconds = self.seconds > 0, 0.0
         return was_failing

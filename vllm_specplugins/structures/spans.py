@@ -4,7 +4,8 @@ from bisect import insort
 
 
 class SpanAllocator:
-    """Hands out spans of `size` places, all free at first; takes the first free span that is large enough.
+    """Allocates spans from `size` places, which are all free at first. It takes the first free span that is large
+    enough.
 
     >>> spans = SpanAllocator(10)
     >>> spans.take(4), spans.take(4), spans.take(4)
@@ -21,7 +22,7 @@ class SpanAllocator:
         return sum(end - start for start, end in self._free)
 
     def take(self, size: int) -> int | None:
-        """Takes a free span of this size and returns its start; None if there is none."""
+        """Takes a free span of this size and returns its start, or None if there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []

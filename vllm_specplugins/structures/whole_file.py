@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Writes files and folders completely or not at all."""
 
 import errno
 import fcntl
@@ -15,7 +15,8 @@ MAX_PREFIX = 60  # characters of a file's name in the name of its successor, whi
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Opens a regular file (a new one with mode 0600) and returns its descriptor. Raises OSError for anything else."""
+    """Opens a regular file, or creates one with mode 0600, and returns its descriptor. Raises OSError for other kinds
+    of files."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -40,15 +41,15 @@ def read_all(descriptor: int, max_bytes: int) -> bytes:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of the data, in several calls if need be. After an OSError a part of it may be written."""
+    """Writes all of the data, in several calls if necessary. After an OSError, a part may have been written."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def write_whole(path: Path, data: bytes) -> int:
-    """Puts a new file with this data, synced to the disk, in the place of `path` or of the file that it links to;
-    returns its descriptor. Raises OSError if that fails; the old file stays."""
+    """Replaces `path`, or the file that it links to, by a new file with this data, synced to the disk, and returns its
+    descriptor. If that fails, raises OSError, and the old file stays."""
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name[:MAX_PREFIX]}{PARTIAL}")
     partial.unlink(missing_ok=True)  # a killed process may have left it
@@ -66,15 +67,15 @@ def write_whole(path: Path, data: bytes) -> int:
 
 
 class SavedFolder:
-    """A folder that one process at a time saves files to, from its first save until it closes this object or ends."""
+    """A folder to which one process at a time saves files, from its first save until it closes this object or ends."""
 
     def __init__(self, path: Path):
         self.path, self._descriptor = path, -1
 
     def replace(self, save: Callable[[Path], object]) -> None:
-        """Calls `save` with a folder beside the files, and moves all files from there into their place once they are
-        written. Removes folders that killed processes left. Raises OSError, or the exception of `save`, where that
-        fails, and OSError where another process saves to the folder."""
+        """Calls `save` with a temporary folder, and moves all files into place once they are written. Removes temporary
+        folders that killed processes left. Raises OSError or the exception of `save` if that fails, and OSError if
+        another process saves to the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._hold()
         for left in self.path.glob(f"{BEGUN}*{PARTIAL}"):
@@ -106,8 +107,8 @@ class SavedFolder:
 
 
 def hold(descriptor: int) -> None:
-    """Locks an open file or folder for this process until it is closed, where the file system has locks; raises
-    BlockingIOError where another process holds it."""
+    """Locks an open file or folder for this process until it is closed, if the file system supports locks. Raises
+    BlockingIOError if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,5 +1,5 @@
-"""The served model in transformers, frozen and without vLLM: the states that its layers leave, and the logits of its
-head. T: tokens, H: hidden size, V: vocabulary, L: layers."""
+"""The served model in transformers, frozen and without vLLM: the states after its layers, and the logits of its head.
+T: tokens, H: hidden size, V: vocabulary, L: layers."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ class BaseModel:
 
     @classmethod
     def load(cls, path: str, device: str) -> "BaseModel":
-        """Loads a checkpoint from a path or a Hugging Face name, in float32 on a CPU, else in its dtype. Raises
+        """Loads a checkpoint from a path or a Hugging Face name, in float32 on a CPU, otherwise in its dtype. Raises
         ConfigError if there is none, or if it has no final RMSNorm."""
         logging.disable_progress_bar()
         model = _from_pretrained(AutoModelForCausalLM, path, dtype="auto")
@@ -59,7 +59,8 @@ class BaseModel:
 
     @torch.no_grad()
     def hidden_states(self, rows: Sequence[Sequence[int]]) -> Iterator[list[torch.Tensor]]:
-        """For each row of token ids the states after 0 to L layers: L + 1 tensors [T, H], the last one normed."""
+        """Yields, for each row of token ids, the states after 0 to L layers: L + 1 tensors [T, H], the last one
+        normed."""
         tensors = [torch.tensor(row) for row in rows]
         # Attention is causal: padding at the end reaches no token before it.
         batch = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(self.model.device)
@@ -82,8 +83,8 @@ class BaseModel:
     def generate(
         self, prompts: torch.Tensor, num_tokens: int, choose: Callable[[torch.Tensor, int], torch.Tensor]
     ) -> list[list[int]]:
-        """Prompts [N, T] int64 with the text after them, each up to an end token or to `num_tokens` in all; `choose`
-        picks the next tokens [N] by their logits [N, V] and their position."""
+        """Continues prompts [N, T] int64, each up to an end token or to `num_tokens` in total, and returns them with
+        their continuations. `choose` picks the next tokens [N] from their logits [N, V] and their position."""
         cache, rows, fed = DynamicCache(), prompts, prompts
         for position in range(prompts.shape[1], num_tokens):
             states = self.model.base_model(fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
@@ -97,16 +98,16 @@ class BaseModel:
         ]
 
     def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> Run:
-        """A function that runs the layers [first, end), or all from there on, over a row, once for each draft token. It
-        maps states [T, H] before the layers to those after them: of the text at step 0, then of the tokens that stand
-        in its place in drafts. Step k sees the text up to k tokens before a token, and after that the tokens of steps 1
+        """Returns a function that runs the layers [first, end), or all from `first` on, over a row, once for each draft
+        token. It maps states [T, H] before the layers to states after them: of the text in step 0, and then of draft
+        tokens in the text's places. Step k sees the text up to k tokens before a token, and then the tokens of steps 1
         to k."""
         layers = range(first, self.num_layers if end is None else end)
         return self._passes(self.cut(layers, normed), num_tokens, DynamicCache())
 
     def passes_beside(self, layers: Sequence[int], states: torch.Tensor, normed: bool = True) -> Run:
-        """The same of any layers, by their indices. The text has the keys and values of the whole model already: steps
-        begin with 1. `states` [T, H] are those of its tokens before the first layer."""
+        """Does the same for any layers, by their indices. The text already has the keys and values of the whole model,
+        so steps begin with 1. `states` [T, H] are those of the text's tokens before the first layer."""
         cache = DynamicCache()
         self.model.base_model(inputs_embeds=states[None], past_key_values=cache, use_cache=True)
         return self._passes(self.cut(layers, normed), len(states), cache)
@@ -133,7 +134,7 @@ class BaseModel:
         return run
 
     def cut(self, layers: Sequence[int], normed: bool = True) -> Any:
-        """The model's body with the layers of these indices alone; weights are shared."""
+        """The model's body with only the layers of these indices; weights are shared."""
         body = copy.copy(self.model.base_model)
         parts = {"layers": torch.nn.ModuleList([body.layers[layer] for layer in layers])}
         parts |= {} if normed else {"norm": torch.nn.Identity()}
@@ -146,7 +147,8 @@ class BaseModel:
 
 
 def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tensor:
-    """[T] sum of min(p, q): how often a token drawn from the exit is accepted at temperature 1 (Leviathan et al. 2023).
+    """[T], the sum of min(p, q): the acceptance probability at temperature 1 of a token drawn from the exit (Leviathan
+    et al. 2023).
 
     >>> overlap(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, -torch.inf]]))
     tensor([0.5000])

@@ -1,4 +1,4 @@
-"""`build-store`: a store for suffix_lookup from a corpus, so that a server need not begin with an empty one."""
+"""`build-store` fills a store for suffix_lookup from a corpus, so a server need not begin with an empty one."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
 """`calibrate` runs `bench` on the user's text, for the methods that can serve a model. The model continues the text
-greedily; a draft token of an exit is accepted if it and all before it are right. The cost is a guess: a draft token
-takes its share of the layers of a step, and verification takes nothing. The best exits are served, beside the methods
-that the user names. K: num_draft."""
+greedily, and an exit's draft token is accepted if it and all earlier ones are right. The cost is an estimate: a draft
+token takes the share of a step that corresponds to its layers, and verification takes no time. The best exits are then
+served, with the methods that the user names. K: num_draft."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def pick_layers(args: argparse.Namespace) -> list[int]:
 
 @torch.no_grad()
 def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[ExitRow]:
-    """A row for each exit, with the best K. Raises ConfigError if the model's outputs are too short to measure."""
+    """A row for each exit, with its best K. Raises ConfigError if the model's outputs are too short to measure."""
     base = BaseModel.load(args.model, "cuda" if torch.cuda.is_available() else "cpu")
     texts, least = list[Text](), args.max_draft + MIN_STEPS
     for length in sorted(set(map(len, prompts))):
@@ -118,7 +118,7 @@ def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence
 
 
 def configs(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str, Config]:
-    """The methods that are served; `cascade` ends with a trained part among them, or with the best exit."""
+    """The methods to serve; `cascade` ends with a trained part among them, or with the best exit."""
     served: dict[str, Config] = {
         row.name: {"method": "early_exit", "exit_layer": row.exit_layer, "num_speculative_tokens": row.num_draft}
         for row in best

@@ -1,6 +1,6 @@
-"""`check` plays a recorded engine to a proposer, behind the fault barrier, and reports its violations. The recording
-(by tests/tools/record_trace.py of commit 5d3e21a) holds arrivals, preemptions and ends of requests; the drafts decide
-how far each request gets in a step (replay/simulate.py)."""
+"""`check` replays a recorded engine against a proposer, behind the fault barrier, and reports its violations. The
+recording (by tests/tools/record_trace.py of commit 5d3e21a) holds arrivals, preemptions and ends of requests; the
+drafts decide how far each request advances in a step (replay/simulate.py)."""
 
 import argparse
 import itertools
@@ -31,7 +31,7 @@ SHIPPED = Path(__file__).with_name("trace.json")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording; its steps are [requests that sampled a token, requests that were forgotten before], by number."""
+    """A recording. Its steps are [requests that sampled a token, requests that were forgotten before], by number."""
 
     histories: list[Int32Array]  # prompt and output of each request
     prompt_lengths: list[int]  # of each request
@@ -73,8 +73,8 @@ def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -
 
 
 def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> tuple[list[str], Counters]:
-    """Plays the trace to the configured proposer. Returns its violations, a sentence each, and its counters. Raises
-    ConfigError if the proposer cannot be made."""
+    """Replays the trace against the configured proposer. Returns its violations, one sentence each, and its counters.
+    Raises ConfigError if the proposer cannot be built."""
     context = ProposerContext(
         vocab_size=trace.vocab_size,
         max_model_len=trace.max_model_len,
@@ -121,7 +121,7 @@ def load() -> Trace:
 
 
 def play(trace: Trace, barrier: FaultBarrier, advance: Callable[[], None]) -> None:
-    """Plays all steps to a barrier, and as many more as slow requests need."""
+    """Replays all steps against a barrier, and further steps until slow requests end."""
     player = Player(trace, trace.max_num_draft, trace.max_model_len, barrier)
     last = {number: step for step, (requests, _) in enumerate(trace.steps) for number in requests}
     over: set[int] = set()

@@ -1,5 +1,5 @@
-"""The user's texts and traffic, from files and pipes: rows in our form, of a chat or of benchmarks. A file holds JSON
-lines if its name says so or its first line is a JSON object; else it is one text."""
+"""The user's texts and traffic, from files and pipes: rows in our form, chats, or rows of benchmarks. A file holds JSON
+lines if its name ends accordingly or its first line is a JSON object; otherwise it is one text."""
 
 import json
 import sys
@@ -37,9 +37,9 @@ class Sample:
 
 
 def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """All samples of the files, in order; the file "-" is standard input. A conversation is a sample for each answer in
-    it, and one for an answer that is still to come. Raises ConfigError if a file cannot be read, or a line has none of
-    the FORMATS."""
+    """All samples of the files, in order; the file "-" is standard input. A conversation gives one sample for each of
+    its answers, and one if an answer is still to come. Raises ConfigError if a file cannot be read, or a line has none
+    of the FORMATS."""
     for place, row in chain.from_iterable(map(_rows, files)):
         try:
             for prompt, output in parsed(row, tokenizer):
@@ -52,7 +52,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 
 
 
 def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """The samples with an output. Raises ConfigError as `samples` does, and for a line without an answer."""
+    """The samples with an output. Raises ConfigError like `samples`, and for a line without an answer."""
     last: Mapping[str, Any] | None = None
     for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:
@@ -65,14 +65,14 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
 
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """All texts of the files as rows (rows_of). A conversation counts as its last answer, with everything before it."""
+    """All texts of the files as rows (rows_of). A conversation gives its last answer, with everything before it."""
     by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer, len(tokenizer)))}
     return rows_of(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
 
 def rows_of(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order; no row spans two texts, and each
-    begins with the tokenizer's <bos>, if it has one."""
+    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order. No row spans two texts, and each
+    begins with the tokenizer's <bos>, if any."""
     prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
     length = row_tokens - len(prefix)
     rows: list[list[int]] = []
@@ -131,7 +131,7 @@ def _json(text: str) -> Any:
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation before the model's next turn, by the tokenizer's template if it has one."""
+    """Token ids of a conversation up to the model's next turn, formatted by the tokenizer's chat template, if any."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -142,8 +142,8 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
 
 
 def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False) -> list[int]:
-    """The token ids of a text that may begin a request, or token ids unchanged. Raises ConfigError for anything
-    else."""
+    """The token ids of a text that may begin a request; token ids are returned unchanged. Raises ConfigError for other
+    types."""
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ConfigError(f"must hold text without lone surrogates as {key}, not {brief(value)}.")
@@ -157,8 +157,8 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
 
 def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, list[int]]:
     """Maps each drafter to its accepted lengths: one for each number of output tokens so far. A row holds them in our
-    form, or in SpecDecode-Bench's, which counts one token more. Raises ConfigError for lengths in another form, or if
-    `drafter` is given and has none."""
+    form, or in SpecDecode-Bench's, which counts one more token. Raises ConfigError for another form, or if `drafter` is
+    given and has no lengths."""
     given = row.get("accepted", {})
     if not isinstance(given, dict):
         raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")

@@ -1,4 +1,4 @@
-"""`doctor` diagnoses whether and how speculation would run here, as a table or as JSON."""
+"""`doctor` diagnoses whether and how speculation would run on this machine, as a table or as JSON."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ STYLES = {OK: "green", ADVICE: "yellow", PROBLEM: "bold red"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if the configuration would be served, else 1."""
+    """Returns 0 if vLLM would serve the configuration, otherwise 1."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     raw = args.speculative_config
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # vLLM and its libraries print a lot

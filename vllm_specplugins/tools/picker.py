@@ -1,4 +1,4 @@
-"""The methods that a tool runs: given by name, by name and K, or as a --speculative-config."""
+"""The methods that a tool runs, given by name, by name and K, or as a --speculative-config."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,9 +42,9 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
 
 
 def pick(wanted: Sequence[str], option: str, named: Named | None = None) -> dict[str, Config]:
-    """Configurations by name, no configuration twice. Each text of `wanted` holds names with commas between them, of
-    which NAME:K is the method with K draft tokens, or a --speculative-config in JSON. `named` maps names to
-    configurations: by default NAMED, and our methods and registered ones by their names."""
+    """Configurations by name, without duplicates. Each text of `wanted` holds names separated by commas, where NAME:K
+    is the method with K draft tokens, or a --speculative-config in JSON. `named` maps names to configurations; the
+    default is NAMED, and our methods and registered ones under their names."""
     if named is None:
         names = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
         named = {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in names}

@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: bars on a terminal, and elsewhere a line for each task every 30 s."""
+"""Progress of long work on standard error: bars on a terminal, otherwise a line for each task every 30 s."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -19,13 +19,14 @@ WIDTH = 100
 
 
 def stdout() -> Console:
-    """A console as wide as the terminal, or WIDTH where there is none."""
+    """A console as wide as the terminal, or WIDTH without a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
 def show_table(columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]], first: str = "") -> None:
-    """Prints rows, each with its name first, by title or ""; cells may hold markup. A narrow terminal breaks lines."""
+    """Prints rows, each beginning with its name, under a title or ""; cells may hold markup. A narrow terminal breaks
+    lines."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column(first, overflow="fold", max_width=30)
     for column in columns:
@@ -41,7 +42,7 @@ def show_table(columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[
 
 
 def say(text: str, style: str | None = None) -> None:
-    """Prints sentences and wraps them; a line that begins with "--" is for copying and stays whole."""
+    """Prints and wraps sentences. A line that begins with "--" is meant for copying and is not wrapped."""
     for line in text.split("\n"):
         whole = line.startswith("--")
         stdout().print(line, width=WIDTH, highlight=False, soft_wrap=whole, markup=False, emoji=False, style=style)
@@ -64,7 +65,7 @@ def check_json(args: argparse.Namespace) -> None:
 
 @contextmanager
 def writing(option: str, kind: str, path: Path) -> Iterator[None]:
-    """Raises ConfigError where its block cannot write to the path."""
+    """Raises ConfigError if its block cannot write to the path."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -73,7 +74,7 @@ def writing(option: str, kind: str, path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:
-    """Writes the file of --output-json, if one is given, as a whole, or raises ConfigError and leaves the old one."""
+    """Writes the file of --output-json, if any, completely, or raises ConfigError and leaves the old file."""
     if path is None:
         return
     data = json.dumps(facts, indent=1).encode() + b"\n"

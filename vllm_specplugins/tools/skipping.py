@@ -1,8 +1,7 @@
-"""`calibrate --layers`: layers that a model leaves out when it drafts for itself (Zhang et al. 2023, "Draft & Verify").
-
-Greedy search: of the layers that are left, the one without which the others agree best with the model's answers goes.
-Earlier tokens have the keys and values of all layers, as verification leaves them. N: tokens of an answer, V:
-vocabulary, K: num_draft.
+"""`calibrate --layers` chooses the layers that a model skips when it drafts for itself (Zhang et al. 2023, "Draft &
+Verify"). A greedy search repeatedly removes the layer without which the others agree best with the model's answers.
+Earlier tokens have the keys and values of all layers, as after verification. N: tokens of an answer, V: vocabulary, K:
+num_draft.
 """
 
 import argparse
@@ -35,7 +34,7 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """The layers that draft, scored on held-out answers."""
+    """Drafting layers, scored on held-out answers."""
 
     layers: list[int]
     match_rate: float  # share of the tokens that they would have drafted at temperature 0
@@ -76,7 +75,7 @@ class Answer:
         self._mask.masked_fill_(~allowed, torch.finfo(self._fed.dtype).min)
 
     def logits(self, body: Any) -> torch.Tensor:
-        """[N, V] of a body of some layers (BaseModel.cut), for each token of the answer."""
+        """[N, V], from a body with some layers (BaseModel.cut), for each token of the answer."""
         states = body(
             inputs_embeds=self._fed[None],
             attention_mask=self._mask[None, None],
@@ -86,14 +85,14 @@ class Answer:
         return self._base.logits(states)
 
     def agreement(self, body: Any) -> torch.Tensor:
-        """[2, N]: whether a body drafts each token of the answer, and the probability that it gives."""
+        """[2, N]: whether a body drafts each token of the answer, and the probability of that token."""
         logits = self.logits(body)
         probs = logits.softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
         return torch.stack(((logits.argmax(-1) == self._emitted).float(), probs))
 
 
 def agreement(base: BaseModel, answers: Sequence[Answer], layers: Sequence[int]) -> tuple[float, float]:
-    """The share of the answers' tokens that these layers draft; and with it added the mean probability that they give
+    """Returns the share of the answers' tokens that these layers draft, and that share plus the mean probability of
     these tokens, which is less noisy."""
     body = base.cut(layers)
     same, probs = torch.cat([answer.agreement(body) for answer in answers], dim=1).mean(1).tolist()
@@ -103,9 +102,8 @@ def agreement(base: BaseModel, answers: Sequence[Answer], layers: Sequence[int])
 def dropped_one(
     base: BaseModel, answers: Sequence[Answer], dropped: list[int], scores: list[float]
 ) -> tuple[dict[str, Any], float]:
-    """The state of the search with one more layer `dropped`, and the share of tokens that the others draft. The last
-    `scores` of the others without each layer can only fall: one that is below the best is not computed again (lazy
-    greedy search, Minoux 1978)."""
+    """The state of the search with one more layer `dropped`, and the share of tokens that the others draft. The earlier
+    `scores` are upper bounds: a score below the best one is not computed again (lazy greedy search, Minoux 1978)."""
     left = [layer for layer in range(base.num_layers) if layer not in dropped]
     scores, best, best_same = list(scores), left[0], 0.0
     for rank, layer in enumerate(sorted(left, key=lambda layer: scores[layer], reverse=True)):
@@ -167,7 +165,7 @@ def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def subset(base: BaseModel, texts: Sequence[Text], dropped: list[int], size: int, max_draft: int) -> Subset:
-    """The layers that are left when so many drop out, with the best K."""
+    """The layers that remain without this many, with their best K."""
     layers = sorted(set(range(base.num_layers)) - set(dropped[: base.num_layers - size]))
     guesser = skipping_guesser(base, layers)
     bits = [accept_probs(base, text, guesser, max_draft)["greedy"] for text in texts]

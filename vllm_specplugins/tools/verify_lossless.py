@@ -1,7 +1,7 @@
-"""`verify-lossless`: shows that outputs with speculation have the distribution of outputs without it. Real engines
-serve a tiny model with random weights, without speculation and with each method. For each cell of a grid of sampling
-parameters, samples are compared with the model's exact distribution (lossless/model.py); at temperature 0, outputs are
-compared with those without speculation, token for token."""
+"""`verify-lossless` tests that outputs with speculation have the distribution of outputs without it. Real engines serve
+a tiny model with random weights, without speculation and with each method. For each cell of a grid of sampling
+parameters, samples are compared with the model's exact distribution (lossless/model.py). At temperature 0, outputs are
+compared token for token with those without speculation."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -38,7 +38,8 @@ class Verification:
         self._greedy: dict[str, list[list[list[int]]]] = {}  # outputs without speculation
 
     def judge(self, draw: Draw, method: str) -> list[Judged]:
-        """All cells of a method, up to the one in which its engine dies; NO_SPECULATION comes first of all methods."""
+        """Judges all cells of a method, up to the one in which its engine fails; NO_SPECULATION comes before all
+        methods."""
         judged, served = list[Judged](), list[grid.Cell]()
         for cell in (*self._cells, None):
             if cell is None and sum(not other.is_greedy for other in served) < 2:
@@ -76,7 +77,7 @@ class Verification:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if nothing is wrong, else 1."""
+    """Returns 0 if all tests pass, otherwise 1."""
     methods = pick_methods(args.method)
     check_json(args)
     cells, judged = grid.cells(), list[Judged]()
@@ -98,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Configurations of the methods to verify, by name; all of ours if the user names none.
-    Raises ConfigError: no method of that name, or no JSON.
+    """Configurations of the methods to verify, by name; all of our methods if the user names none. Raises ConfigError
+    for an unknown name or invalid JSON.
 
     >>> list(pick_methods(["jump", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['jump-probabilistic', 'jump-coupled', 'ngram:2']

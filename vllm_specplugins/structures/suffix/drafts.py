@@ -1,7 +1,7 @@
 """The store's drafts for all requests of a step, in one compiled call. A search looks for the places in the ring where
-the longest match of the newest tokens ends: the MAX_PLACES latest ones of the longest n-gram of LEVELS. The places vote
-for the next token: the draft takes the one with the largest number of votes, among equals that of the latest place, and
-goes on with the places that have it. B: requests of a step, K: max_num_draft."""
+the longest match of the newest tokens ends: the latest MAX_PLACES places of the longest n-gram in LEVELS. The places
+vote for the next token. The draft takes the token with the largest number of votes (of equal ones, the latest place's),
+and continues with the places that have it. B: requests of a step, K: max_num_draft."""
 
 from typing import Any, NamedTuple
 
@@ -51,7 +51,8 @@ drafts_type = types.Tuple((types.int32[:, ::1], _ints, _ints))
 
 @inlined
 def find_places(ending: Int32Array, owner: int, places: Int64Array, entries: Int64Array, ring: Ring) -> tuple[int, int]:
-    """Writes the places in the owner's texts where `ending` matches longest; returns their number and that length."""
+    """Writes the places in the owner's texts with the longest match of `ending`; returns their number and the length of
+    the match."""
     last, level = ending.size - 1, look_up(ending, ending.size - 1, owner, entries, ring) - 1
     while level > 0 and entries[2, level] == NONE:
         level -= 1
@@ -101,7 +102,7 @@ def _vote(places: Int64Array, num_places: int, ring: Ring) -> tuple[int, int]:
 
 @compiled(types.void(asked_type, drafts_type, ring_type), nogil=True)
 def draft_step(asked: Any, drafts: Any, ring: Any) -> None:
-    """Takes tuples of Asked, of Drafts, which hold zeros and which it writes, and of Ring."""
+    """Takes the fields of Asked, Drafts and Ring as tuples, and writes Drafts, which must hold zeros."""
     texts, lengths, prefix, num_begun, max_draft, to_beat, owners = asked
     drafts, ring = Drafts(borrowed(drafts[0]), borrowed(drafts[1]), borrowed(drafts[2])), borrowed_ring(ring)
     places, entries = np.empty(MAX_PLACES, np.int64), np.empty((3, NUM_LEVELS), np.int64)

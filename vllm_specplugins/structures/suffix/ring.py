@@ -1,8 +1,8 @@
-"""The tokens of many owners' texts in a ring, and the latest places of their n-grams; the compiled part of the store.
-Places are numbered through the ring's whole history; place p lies at p % N, until place p + N overwrites it. For each n
-of LEVELS a table maps the n tokens at and before a place to the latest such place, and `links` maps that to the one
-before. Entries are never removed: a look-up compares the tokens and the owner at the place. The last place of a text is
-not linked. N: places, L: levels, S: slots of a level's table."""
+"""The compiled part of the store: a ring with the tokens of many owners' texts, and the latest places of their n-grams.
+Places are numbered over the ring's whole history: place p is stored at p % N, until place p + N overwrites it. For each
+n in LEVELS a table maps the n tokens up to a place to the latest such place, and `links` maps that place to the
+previous one. Entries are never removed: a look-up compares the tokens and the owner at the place. The last place of a
+text is not linked. N: places, L: levels, S: slots of a level's table."""
 
 import secrets
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ ring_type = types.Tuple(
 
 
 def new_ring(max_bytes: int) -> Ring:
-    """Makes an empty ring. It touches all of its memory at once, so no request waits for pages."""
+    """Makes an empty ring, and touches all of its memory, so no request waits for pages."""
     num_sets = int(max_bytes / BYTES_PER_TOKEN) * SETS_PER_WAYS[0] // SETS_PER_WAYS[1] // WAYS * WAYS
     num_places = num_sets * SETS_PER_WAYS[1] // SETS_PER_WAYS[0]
     ring = Ring(
@@ -73,7 +73,8 @@ def borrowed_ring(ring: Any) -> Ring:
 
 @inlined
 def match(place: int, text: Int32Array, last: int, owner: int, limit: int, ring: Ring) -> int:
-    """Counts the tokens, up to `limit`, at and before a place that are the owner's and match those up to text[last]."""
+    """Counts, up to `limit`, the tokens at and before a place that belong to the owner and match those up to
+    text[last]."""
     size, n = len(ring.tokens), 0
     limit = min(limit, last + 1, place + 1 - (ring.state[HEAD] - size))
     at = place % size
@@ -85,8 +86,8 @@ def match(place: int, text: Int32Array, last: int, owner: int, limit: int, ring:
 
 @inlined
 def look_up(text: Int32Array, last: int, owner: int, entries: Int64Array, ring: Ring) -> int:
-    """Writes slot, tag and latest place of each level's n-gram that ends with text[last] to `entries` [3, L]; the slot
-    of its set's oldest entry and NONE for a new n-gram. Returns the number of levels with enough tokens."""
+    """Writes slot, tag and latest place of each level's n-gram that ends with text[last] to `entries` [3, L]; for a new
+    n-gram, the slot of its set's oldest entry and NONE. Returns the number of levels with enough tokens."""
     num_sets = ring.table.shape[1] // WAYS
     hashed, n = owner * ring.state[MULTIPLIER], 0
     for level in range(NUM_LEVELS):

@@ -30,15 +30,15 @@ GRACE_S = 2.0  # to publish the last texts at the end
 
 
 class SharedTexts:
-    """A thread publishes the texts that its engine adds, and fetches those that others published, so no step waits for
-    the network. `fill` is called once, and starts the thread.
+    """A thread publishes the texts that its engine adds, and fetches texts that other engines published, so no step
+    waits for the network. `fill` starts the thread, and is called once.
 
     Args:
-        url: redis://, rediss:// or unix://, with user and password if need be, which are never logged.
+        url: redis://, rediss:// or unix://, with user and password if necessary; these are never logged.
         mark: engines with the same mark share texts; see `fingerprint`.
         vocab_size: fetched texts with token ids outside [0, vocab_size) are ignored.
         max_tokens: the store's room.
-        keep_s: seconds that the server holds a text.
+        keep_s: seconds for which the server holds a text.
 
     Raises:
         ValueError: redis-py refuses the address.
@@ -64,7 +64,7 @@ class SharedTexts:
         self._thread = Thread(target=self._run, name="specplugins-shared", daemon=True)
 
     def fill(self) -> list[StoredText]:
-        """Returns the newest texts on the server for which the store has room, the oldest first."""
+        """Returns the newest texts on the server that fit into the store, oldest first."""
         deadline, texts, num_tokens = time.monotonic() + FILL_S, deque[StoredText](), 0
         while self._attempt() and self._waiting and time.monotonic() < deadline:
             while self._waiting:
@@ -89,7 +89,7 @@ class SharedTexts:
         self._is_cleared = True
 
     def close(self) -> None:
-        """Publishes the last texts, if the server takes them soon."""
+        """Publishes the last texts if the server accepts them soon."""
         self._is_closing.set()
         self._thread.join(GRACE_S)
 

@@ -1,4 +1,5 @@
-"""A bounded store of finished texts by tenant (suffix decoding, Oliaro et al. 2024), without batches and engines."""
+"""A bounded store of finished texts by tenant (suffix decoding, Oliaro et al. 2024), independent of batches and
+engines."""
 
 from collections import deque
 from collections.abc import Callable
@@ -35,12 +36,12 @@ class _Text(NamedTuple):
 
 
 class SuffixStore:
-    """First in, first out, with a second chance. Texts lie in a ring, and the oldest makes room. It is entered again,
-    as the newest, if a draft used it, or if its tenant is not the entering one and holds less than half of its share.
-    Tenants that asked once have a second chance only while they hold little together, or if the entering tenant holds
-    too much. The tokens that are entered again are bounded. `work` does all of this in pieces of a given size. A search
-    never reads the texts of another tenant. `entered_again` gets each text that has a second chance. Raises ValueError
-    if `max_bytes` is too small.
+    """First in, first out, with a second chance. Texts lie in a ring, and the oldest text makes room. It enters again,
+    as the newest, if a draft used it, or if it belongs to a tenant other than the entering one with less than half of
+    its share. Tenants that asked only once get a second chance only while they hold little together, or if the entering
+    tenant holds too much. The number of tokens that enter again is bounded. `work` does all of this in pieces of a
+    given size. A search never reads the texts of another tenant. `entered_again` gets each text that has a second
+    chance. Raises ValueError if `max_bytes` is too small.
 
     >>> store = SuffixStore(1 << 20)
     >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))
@@ -94,7 +95,7 @@ class SuffixStore:
 
     # text: [num_tokens] int32, ids >= 0
     def enter(self, tenant: bytes, text: Int32Array, in_use: bool = False) -> bool:
-        """Queues a text, or the end of a long one, for the next `work`; False where too many wait."""
+        """Queues a text, or the end of a long one, for the next `work`. Returns False if too many texts wait."""
         text = np.array(text[-(self.max_tokens // WAITING_SHARE) :], np.int32)
         num_bytes = text.nbytes + TENANT_BYTES
         if len(text) < 2 or self._waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -109,7 +110,7 @@ class SuffixStore:
         return bool(self._waiting) or self._linking is not None
 
     def work(self, limit: int = UNLIMITED) -> int:
-        """Enters texts with at most this many table look-ups; returns the rest of the limit."""
+        """Enters texts with at most this many table look-ups, and returns the number of look-ups left."""
         while limit > 0 and self.has_work:
             if self._linking is not None:
                 text, (tokens, start) = self._texts[-1], self._linking

@@ -1,9 +1,9 @@
-"""The file of a suffix store: texts of token ids by tenant, each with a digest. A reader of the file sees the texts.
+"""The file of a suffix store: texts of token ids by tenant, each with a digest. The texts are not encrypted.
 
     MAGIC, version, fingerprint of the tokenizer; each text: whether its tenant is in use, tenant, tokens, digest
 
-Texts are appended one by one, so a process that is killed loses none; a torn text at the end is dropped when the file
-is opened. A file that has grown too long is replaced as a whole, and so is one of version 1, with the same texts:
+Texts are appended one by one, so a killed process loses none of them. Opening the file drops an incomplete text at its
+end. A file that has grown too long is replaced as a whole, and so is a file of version 1, with the same texts:
 
     MAGIC, version, fingerprint, number of texts; each text: when it was last used, tenant, tokens; one digest
 """
@@ -58,7 +58,8 @@ class StoredText(NamedTuple):
 
 
 def fingerprint(tokenize: Callable[[str], list[int]], vocab_size: int) -> bytes:
-    """Returns 16 bytes, equal for tokenizers which give PROBE the same ids, in models of the same vocab_size."""
+    """Returns 16 bytes that are equal for tokenizers which encode PROBE with the same ids, in models of the same
+    vocab_size."""
     try:
         ids = tokenize(PROBE)
     except Exception:  # an engine without a tokenizer
@@ -67,7 +68,7 @@ def fingerprint(tokenize: Callable[[str], list[int]], vocab_size: int) -> bytes:
 
 
 def tenant_of(cache_salt: str) -> bytes:
-    """Names the tenant of requests with this `cache_salt`, in 16 bytes; callers use b"" for requests without one."""
+    """Returns the tenant of requests with this `cache_salt`, 16 bytes; callers use b"" for requests without one."""
     return hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
@@ -78,7 +79,7 @@ def record(text: StoredText) -> bytes:
 
 
 def record_at(data: bytes, start: int, vocab_size: int) -> tuple[StoredText, int] | None:
-    """Returns the text that begins at `start`, and its end; None unless it is whole, with ids in [0, vocab_size)."""
+    """Returns the text that begins at `start`, and its end; None unless it is complete, with ids in [0, vocab_size)."""
     parsed = _text_at(RECORD, data, start, vocab_size)
     if parsed is None or data[parsed[2] : parsed[2] + DIGEST_BYTES] != _digest(data[start : parsed[2]]):
         return None
@@ -125,8 +126,8 @@ def _digest(data: bytes, num_bytes: int = DIGEST_BYTES) -> bytes:
 
 
 class StoreFile:
-    """A store's file, which one process at a time may have open and write to. Token ids are in [0, vocab_size), `mark`
-    is a `fingerprint`, and files larger than max_bytes are refused."""
+    """A store's file, which only one process at a time may open and write. Token ids are in [0, vocab_size), `mark` is
+    a `fingerprint`, and files larger than max_bytes are refused."""
 
     def __init__(self, path: Path, mark: bytes, vocab_size: int, max_bytes: int):
         self.path = Path(os.path.realpath(path))
@@ -140,16 +141,16 @@ class StoreFile:
         return self._descriptor >= 0
 
     def read(self) -> list[StoredText]:
-        """Returns its whole texts, the oldest first; none where there is no file. Raises StoreFileError if it is no
-        store, DamagedError if it is a store that cannot be used, and OSError if it cannot be read."""
+        """Returns the file's complete texts, oldest first; none if there is no file. Raises StoreFileError if the file
+        is not a store, DamagedError if it is an unusable store, and OSError if it cannot be read."""
         try:
             return self._parsed(read_regular(self.path, self._max_bytes + 1))[0]
         except FileNotFoundError:
             return []
 
     def open(self) -> list[StoredText]:
-        """Opens the file, or makes one, cuts off a damaged end, and returns its texts as `read` does. Raises
-        StoreFileError also where another process has it open, and OSError where it cannot be written."""
+        """Opens or creates the file, cuts off a damaged end, and returns its texts as `read` does. Also raises
+        StoreFileError if another process has it open, and OSError if it cannot be written."""
         self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             self._hold()
@@ -186,7 +187,7 @@ class StoreFile:
         self._hold()
 
     def shorten(self, num_bytes: int) -> None:
-        """Replaces the open file by its last texts, up to num_bytes, if it has more than twice as much."""
+        """Replaces the open file by its last texts, up to num_bytes, if it is more than twice as large."""
         size = os.fstat(self._descriptor).st_size
         if size > 2 * num_bytes:
             data, place = read_all(self._descriptor, size), HEADER.size

@@ -30,9 +30,9 @@ GRACE_S = 4.0  # for the last texts at the end: vLLM gives a worker 5 s
 
 
 class StoreSaver:
-    """Appends each text to the file, which is not open yet, in a thread. A process that is killed loses the texts that
-    the thread has not written yet. A power cut costs those that were written after the last sync, which follows a text
-    by sync_every_s. A file that is twice as large as the store's room, max_tokens, loses its older half."""
+    """Appends each text in a thread to the file, which must not be open yet. A killed process loses the texts that the
+    thread has not written. A power cut also loses the texts after the last sync, which follows a text within
+    sync_every_s. A file that reaches twice the store's room, max_tokens, loses its older half."""
 
     def __init__(self, file: StoreFile, sync_every_s: float, max_tokens: int):
         self._file, self._sync_every_s, self._max_tokens = file, sync_every_s, max_tokens
@@ -45,8 +45,8 @@ class StoreSaver:
         self._thread = Thread(target=self._run, name="specplugins-store", daemon=True)
 
     def load(self) -> list[StoredText]:
-        """Starts the thread and returns the newest texts of the file, up to max_tokens. A file that cannot be read or
-        written costs one sentence in the log."""
+        """Starts the thread, and returns the newest texts of the file, up to max_tokens. If the file cannot be read or
+        written, logs one sentence."""
         texts: list[StoredText] | None = self._attempt(self._file.open)
         if texts is None and not self._is_useless:
             with suppress(StoreFileError, OSError):  # which is in the log
@@ -61,7 +61,7 @@ class StoreSaver:
         return newest[: sum(number <= self._max_tokens for number in num_tokens)][::-1]
 
     def add(self, text: StoredText) -> None:
-        """Queues a text that entered the store, to be appended."""
+        """Queues a text that has entered the store, for the file."""
         self._jobs.put(partial(self._append, text))
 
     def clear(self) -> None:

@@ -1,1 +1,1 @@
-"""`bench` measures how much faster speculation serves a model here, by method, kind of text and number of requests."""
+"""`bench` measures the speed-up of speculation on this machine, by method, kind of text and number of requests."""

@@ -1,4 +1,4 @@
-"""The command `bench`: an engine for each method, which take turns where the memory allows it."""
+"""The command `bench`: one engine per method. The engines take turns if memory permits it."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +56,8 @@ def measure(
     bars: Progress,
     together: bool,
 ) -> Report:
-    """Serves all cells with all methods, no speculation first. The engines take turns, or serve one after the other."""
+    """Serves all cells with all methods, beginning with no speculation. The engines take turns, or serve one after
+    another."""
     groups = [configs] if together else [{name: config} for name, config in configs.items()]
     arguments, turns = engine_arguments(args, len(groups[0]), workloads), Turns()
     cells = [
@@ -89,8 +90,8 @@ def measure(
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: Turns) -> list[Traffic]:
-    """The traffic of the warm-up and of each round. Each has a tenant of its round and, unless it is a log, new
-    prompts. For a cell with a rate, `turns` of no speculation say how much traffic it can serve."""
+    """The traffic of the warm-up and of each round. Each round has a separate tenant and, except for a log, new
+    prompts. For a cell with a rate, the `turns` of no speculation show how much traffic it can serve."""
     rounds, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
@@ -108,7 +109,7 @@ def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: T
 
 
 def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
-    """Seconds at which requests arrive: a Poisson process, the same in each run."""
+    """Arrival times of requests in seconds: a Poisson process, the same in each run."""
     closed = [other for other in turns if other.workload == cell.workload and not other.rate]
     plain = turns[max(closed, key=lambda other: other.batch)][NONE][1:]
     rate = cell.rate * sum(len(turn.answers) for turn in plain) / sum(turn.seconds for turn in plain)
@@ -117,7 +118,7 @@ def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The tasks that the user names, and the user's files; DEFAULT without either."""
+    """The tasks that the user names, and the user's files; DEFAULT if there are neither."""
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.data else DEFAULT)
     tasks = [make_workload(name, tokenizer, count) for name in names]
@@ -125,13 +126,13 @@ def pick_workloads(args: argparse.Namespace) -> list[Workload]:
 
 
 def num_prompts(args: argparse.Namespace) -> int:
-    """The number of prompts of a workload, those of the warm-up included."""
+    """The number of prompts of a workload, including the warm-up's."""
     return int(max(args.prompts, *args.batch) * (1 + args.rounds))
 
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; those of the user take precedence. Raises ConfigError: a prompt and its output exceed
-    the model's length."""
+    """Arguments of `vllm.LLM`; the user's take precedence. Raises ConfigError if a prompt and its output exceed the
+    model's length."""
     longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
     context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
     if longest + args.tokens > context:
@@ -157,7 +158,7 @@ def engines_up(
     advance: Callable[..., None],
     log: Forced | None = None,
 ) -> Iterator[tuple[dict[str, EngineProcess], Machine]]:
-    """Starts all engines, one after the other; returns them and their machine. Raises ConfigError if one does not
+    """Starts all engines, one after another, and returns them and their machine. Raises ConfigError if one does not
     start."""
     with scratch() as folder, ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}

@@ -1,6 +1,6 @@
-"""Figures of a benchmark: medians and ranges over rounds of ratios, which are tokens per second relative to no
-speculation in the same round. For decoding alone, without the time to the first token of each request, ratio = tokens
-per step / step cost, and no speculation has 1 for both."""
+"""Figures of a benchmark: medians and ranges over rounds. A ratio is tokens per second relative to no speculation in
+the same round. For decoding alone, without the time to the first token of each request, ratio = tokens per step / step
+cost, where no speculation has 1 for both."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ WIDE = 0.3  # range of ratios, in medians, above which other load on the machine
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range of a figure over the rounds."""
+    """Median and range of a figure over rounds."""
 
     median: float
     low: float
@@ -37,8 +37,9 @@ class Spread:
         return self.high - self.low > WIDE * self.median
 
     def interval(self, other: Self | None = None) -> tuple[float, float]:
-        """95 % interval of the geometric mean of the rounds, which `other`, if given, divides round by round. The
-        logarithms have Student's t distribution; its quantile is the expansion of Cornish and Fisher in 1 / n."""
+        """95 % interval of the geometric mean of the rounds; `other`, if given, divides them round by round. The
+        logarithms follow Student's t distribution, with its quantile from the expansion of Cornish and Fisher in 1 /
+        n."""
         divisors = other.rounds if other else (1.0,) * len(self.rounds)
         logs = np.log(self.rounds) - np.log(divisors)
         n = len(logs) - 1
@@ -52,7 +53,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Traffic of a comparison. With a rate, requests arrive at random times; otherwise one arrives when another
+    """Traffic of a comparison. With a rate, requests arrive at random times; otherwise a request arrives when another
     ends."""
 
     workload: str
@@ -67,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Figures of a method in a cell. Steps are counted by request, without the step of the first token."""
+    """Figures of a method in a cell. Steps are counted per request, without the step of the first token."""
 
     cell: Cell
     method: str
@@ -98,10 +99,10 @@ def rows_of(
     has_cpu_clock: bool = False,
     log: Sequence[Sequence[int]] | None = None,
 ) -> list[Row]:
-    """The rows of a cell, made from the turns of each method. No speculation comes first; the first turn is a warm-up.
-    With `has_cpu_clock` (the model runs in the engine's thread, on a CPU) the CPU time of that thread replaces wall
-    time where other load makes a range wide. Outputs are compared with the `log` that engines were forced to emit, or
-    else with no speculation's."""
+    """The rows of a cell, from the turns of each method. No speculation comes first, and the first turn is a warm-up.
+    With `has_cpu_clock` (the model runs in the engine's thread, on a CPU), the CPU time of that thread replaces wall
+    time if other load makes a range wide. Outputs are compared with the `log` that engines had to emit, or with the
+    outputs of no speculation."""
     plain = next(iter(turns.values()))
     for clock in ("wall", "cpu"):
         rows = [_row(cell, name, measured[1:], plain[1:], clock, log) for name, measured in turns.items()]
@@ -148,7 +149,7 @@ def _row(cell: Cell, method: str, turns: Sequence[Turn], plain: Sequence[Turn], 
 
 
 def step_ms_by_tokens(turns: Iterable[Turn]) -> dict[int, float]:
-    """Median ms of an engine's steps by the tokens that they verified, where there were SOME_STEPS of them or more."""
+    """Median ms of an engine's steps, by the number of verified tokens, for numbers with at least SOME_STEPS steps."""
     times = defaultdict(list)
     for turn in turns:
         for num_tokens, ms in turn.steps:
@@ -157,7 +158,7 @@ def step_ms_by_tokens(turns: Iterable[Turn]) -> dict[int, float]:
 
 
 def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> float:
-    """Share of all tokens that end an n-gram which stood before in the same output.
+    """The share of tokens that end a repeated n-gram of the same output.
 
     >>> repeated_share([[1, 2, 3, 1, 2, 3]], ngram=2)
     0.3333333333333333

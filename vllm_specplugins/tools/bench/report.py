@@ -70,9 +70,9 @@ class Report:
 
 
 def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
-    """The method to serve with, in words, and its configuration; None for no speculation, or if the result is
-    uncertain. A method is recommended where the 95 % interval of its ratio to no speculation, over rounds in which both
-    serve the same prompts, is above 1, and its median pays."""
+    """Advice in words, and the configuration of the best method; None for no speculation, or if the result is
+    uncertain. A method is recommended if the 95 % interval of its ratio to no speculation, over rounds in which both
+    serve the same prompts, is above 1, and its median pays off."""
     by_method = {name: [row for row in rows if row.method == name] for name in configs}
     gains = {name: mean_ratio(its) for name, its in by_method.items()}
     best = max(list(gains)[1:], key=lambda name: gains[name].median)
@@ -101,12 +101,12 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
 
 
 def mean_ratio(rows: Sequence[Row]) -> Spread:
-    """The ratios of a method, in each round the geometric mean over the cells."""
+    """The ratios of a method: in each round, the geometric mean over the cells."""
     return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
 
 
 def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
-    """Reasons for doubt that follow from the rows."""
+    """Reasons for doubt, derived from the rows."""
     for row in rows:
         if row.num_faults:
             yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
@@ -128,7 +128,7 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
 
 
 def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | None = None) -> int:
-    """Prints and writes a report, with `more` facts in the file; the exit status."""
+    """Prints and writes a report, with `more` facts in the file, and returns the exit status."""
     rows, machine, has_rates = report.rows, report.machine, any(row.cell.rate for row in report.rows)
     columns, (advice, chosen) = AT_RATES if has_rates else COLUMNS, report.verdict()
     cells = dict.fromkeys(row.cell for row in rows)

@@ -1,5 +1,5 @@
-"""The prompts of a benchmark: tasks of this package, the files of the user, or a log (`bench --trace`), the outputs of
-which all engines are forced to emit (engine/harness/forced.py)."""
+"""The prompts of a benchmark: tasks of this package, the user's files, or a log (`bench --trace`) with outputs that all
+engines must emit (engine/harness/forced.py)."""
 
 import argparse
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Workload:
         return not self.log and len(self.prompts) < count
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
-        """`count` new prompts for each round, or all of a log."""
+        """Yields `count` new prompts for each round, or all prompts of a log."""
         if self.log:
             return [self.prompts] * num_rounds
         return [self.take(count, count * index) for index in range(num_rounds)]
@@ -53,8 +53,8 @@ def make_workload(name: str, tokenizer: Any, count: int) -> Workload:
 
 
 def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> list[Workload]:
-    """The workloads of a file, one for each `task` of its rows and each task of Spec-Bench's questions, or one in all,
-    with the first `count` prompts of each. A text is cut into prompts of `num_tokens`."""
+    """The workloads of a file: one for each `task` of its rows or of Spec-Bench's questions, otherwise a single one,
+    each with its first `count` prompts. A text is cut into prompts of `num_tokens`."""
     by_task: dict[str, list[list[int]]] = {}
     for sample in samples([file], lambda: tokenizer, len(tokenizer)):
         prompts = by_task.setdefault(_task(sample.row) or file.stem, [])
@@ -77,8 +77,8 @@ def _task(row: Mapping[str, Any]) -> str | None:
 
 
 def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> Workload:
-    """The requests of a log, with the outputs that engines are forced to emit. Raises ConfigError: a method, a
-    temperature or a log that cannot be forced."""
+    """The requests of a log, with the outputs that engines must emit. Raises ConfigError for a method, a temperature or
+    a log with which that is impossible."""
     _check_forced(args, configs)
     vocab_size, count, rows = load_config(args.model).vocab_size, max(args.prompts, *args.batch), []
     for sample in islice((sample for sample in answered([args.trace], _no_tokenizer) if sample.prompt), count):

@@ -49,7 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def placed(config: Any, folder: Path) -> Any:
-    """A configuration with the trained parts that `model.write_parts` has written to a folder.
+    """A configuration that uses the trained parts which `model.write_parts` has written to a folder.
 
     >>> placed({"method": "cascade", "stages": [{"method": "jump", "head": "MADE/jump"}]}, Path("/parts"))
     {'method': 'cascade', 'stages': [{'method': 'jump', 'head': '/parts/jump'}]}
@@ -76,7 +76,7 @@ WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed", "stop_token_ids":
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Sampling parameters; their samples are tested together, for each prompt."""
+    """Sampling parameters. Their samples are tested together, for each prompt."""
 
     name: str
     params: tuple[dict[str, Any], ...]
@@ -87,7 +87,7 @@ class Cell:
 
 
 def cell(temperature: float, *edits: dict[str, Any]) -> Cell:
-    """A cell of a temperature and more parameters.
+    """A cell with a temperature and further parameters.
 
     >>> cell(0.7, TOP_K, SEEDED).name
     'T 0.7, top-k 3, seeds'
@@ -121,7 +121,7 @@ def cells() -> list[Cell]:
 
 
 def mixed(cells: list[Cell]) -> Cell:
-    """All sampled cells at once: requests of different parameters in the same steps."""
+    """All sampled cells at once: requests with different parameters in the same steps."""
     sampled = tuple(params for cell in cells if not cell.is_greedy for params in cell.params)
     return Cell("all of the above at once", sampled)
 
@@ -132,14 +132,15 @@ def make_prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def groups(cell: Cell, prompts: list[list[int]]) -> list[Request]:
-    """Requests that sample from one distribution each; a mixed cell has its prompts in turns."""
+    """Groups of requests that sample from one distribution each; a mixed cell takes its prompts in turns."""
     if len(cell.params) == 1:
         return [Request(prompt, cell.params[0]) for prompt in prompts]
     return [Request(prompts[index % len(prompts)], params) for index, params in enumerate(cell.params)]
 
 
 def requests(groups: list[Request], num_samples: int, is_greedy: bool = False) -> Iterator[tuple[int, Request]]:
-    """Each group's index and requests, in turns, for about num_samples outputs in total; one per group if greedy."""
+    """The index and requests of each group, in turns, for about num_samples outputs in total; one request per group if
+    greedy."""
     turns = 1 if is_greedy else max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
     # A request's last token is never drafted: one more than an outcome has is asked for.
     more: dict[str, Any] = {"n": PER_TURN, "max_tokens": NUM_TOKENS + 1}

@@ -1,7 +1,7 @@
-"""A tiny Llama with random weights, and the exact distribution of its first tokens under sampling parameters. The first
-of its two layers is a fair guess at both; its distributions are far from uniform and differ between contexts, so that
-wrong sampling shows. All outcomes are enumerated; the parameters are applied in float64 and in vLLM's order. R: rows,
-V: vocab_size, t: tokens of an outcome."""
+"""A tiny Llama with random weights, and the exact distribution of its first tokens under sampling parameters. Its first
+layer approximates both layers reasonably well. Its distributions are far from uniform and differ between contexts, so
+wrong sampling becomes visible. All outcomes are enumerated, with the parameters applied in float64 and in vLLM's order.
+R: rows, V: vocab_size, t: tokens of an outcome."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,8 @@ def write_checkpoint(folder: Path, seed: int) -> LlamaForCausalLM:
 
 
 def write_parts(folder: Path, seed: int) -> None:
-    """Writes a `jump` and `look_ahead` with random weights, and a `draft_model` and `eagle` made of the first layer."""
+    """Writes a `jump` and a `look_ahead` with random weights, and a `draft_model` and an `eagle` from the first
+    layer."""
     model, generator = make_model(seed), torch.Generator().manual_seed(seed)
     _write_eagle(folder / "eagle", model)
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
@@ -84,15 +85,15 @@ def make_model(seed: int) -> LlamaForCausalLM:
 
 
 class ExactModel:
-    """The probabilities of all outcomes of `num_tokens` tokens after a prompt, by a causal model of transformers."""
+    """The probabilities of all outcomes of `num_tokens` tokens after a prompt, from a causal model in transformers."""
 
     def __init__(self, model: Any, num_tokens: int):
         self._model, self._vocab_size, self._num_tokens = model, int(model.config.vocab_size), num_tokens
         self._logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def joint(self, prompt: Sequence[int], params: Params, slack: float = 0.0) -> NDArray[np.float64]:
-        """[V] * t: probability of each outcome, in which a stop token repeats to the end. A token that misses a cut
-        (min-p, top-k, top-p) by the share `slack` or less is left in."""
+        """[V] * t: the probability of each outcome, in which a stop token repeats to the end. A token stays if it
+        misses a cut (min-p, top-k, top-p) by at most the share `slack`."""
         joint = torch.ones((), dtype=torch.float64)
         for length, logits in enumerate(self._prefix_logits(tuple(prompt))):
             prefixes = self._prefixes(length)

@@ -1,5 +1,5 @@
-"""The verdict of a verification, as a table and JSON, from counts of outcomes and their probabilities: arrays [V] * t
-(V: vocab_size, t: tokens of an outcome), one for each group of samples from one distribution."""
+"""The verdict of a verification, as a table and as JSON, from counts and probabilities of outcomes: arrays [V] * t (V:
+vocab_size, t: tokens of an outcome), one for each group of samples from one distribution."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ class ChiSquared:
 
 
 def chi_squared(groups: Sequence[tuple[Counts, Floats, Floats]]) -> ChiSquared:
-    """Tests together all groups: counts, probabilities, and probabilities that are 0 for impossible outcomes alone.
+    """Tests all groups together: counts, probabilities, and probabilities that are 0 only for impossible outcomes.
 
     >>> probs = np.array([0.5, 0.3, 0.2])
     >>> chi_squared([(np.array([55, 28, 17]), probs, probs)])
@@ -54,9 +54,9 @@ def chi_squared(groups: Sequence[tuple[Counts, Floats, Floats]]) -> ChiSquared:
 
 
 def merge(counts: Counts, expected: Floats) -> tuple[Floats, Floats]:
-    """Observed and expected counts of cells, each with an expected count of LEAST_EXPECTED or more. Rare outcomes are
-    merged with those that begin alike, first all that differ in their last token only, and so on; the rest joins the
-    smallest cell."""
+    """Observed and expected counts of cells, each with an expected count of at least LEAST_EXPECTED. Rare outcomes are
+    merged with outcomes that begin alike: first with those that differ only in the last token, and so on. The rest
+    joins the smallest cell."""
     cells: list[Floats] = []  # [2, number of cells]
     rest: Floats = np.stack((counts, expected)).astype(np.float64)
     while True:
@@ -85,7 +85,7 @@ class Judged:
 
 
 class Report:
-    """All judged cells, by method with no speculation first, and their verdicts."""
+    """All judged cells and their verdicts, by method, with no speculation first."""
 
     def __init__(self, judged: list[Judged], conditions: dict[str, Any]):
         self.judged, self.conditions = judged, conditions
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all cells that vLLM serves passed, with at least one cell of every method."""
+        """Whether all cells that vLLM serves passed, and each method has at least one cell."""
         passed = {cell.method for cell, verdict in self.pairs if verdict == PASSED}
         return passed == {cell.method for cell in self.judged} and set(self.verdicts) <= {PASSED, REFUSED}
 

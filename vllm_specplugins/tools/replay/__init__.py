@@ -1,1 +1,1 @@
-"""`replay` plays recorded traffic to proposers that read token ids, without a model."""
+"""`replay` runs recorded traffic through proposers that read token ids, without a model."""

@@ -1,6 +1,6 @@
-"""The methods that a replay compares: proposers that read token ids alone, with and without a gate and with each K, and
-beside them rules of others. A log may hold, for each number of output tokens, how many tokens of a
-drafter's draft the target would have accepted: the draft is that many tokens of the output, then wrong ones."""
+"""The methods that a replay compares: proposers that read only token ids, with and without a gate and with each K, and
+rules of other engines. A log may hold, for each number of output tokens, how many tokens of a drafter's draft the
+target would have accepted. The draft then consists of that many tokens of the output, followed by wrong ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ Build = Callable[[ProposerContext], Proposer]
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A drafter; logs hold its accepted lengths."""
+    """A drafter with accepted lengths in logs."""
 
     name: str
     ms: float  # time of all its passes for a step's drafts
@@ -64,11 +64,11 @@ class Drafter:
         return {"method": "cascade", "stages": stages, "num_speculative_tokens": LOOKUP_LENGTH}
 
     def step_ms(self, num_reqs: int, drafts: bool) -> float:
-        """ms of a step; if the drafter only reads the newest tokens, the ms of one of its K passes."""
+        """Time of a step in ms; if the drafter only reads the newest tokens, the time of one of its K passes."""
         return (self.ms + self.token_ms * self.num_draft * num_reqs) / (1 if drafts else self.num_draft)
 
     def draft(self, traffic: Traffic, request_ids: Sequence[str], texts: Sequence[Int32Array]) -> Int32Array:
-        """[num_reqs, K]: after each text the tokens that the target would accept, and then wrong ones."""
+        """[num_reqs, K]: for each text the tokens that the target would accept, followed by wrong ones."""
         token_ids = np.full((len(texts), self.num_draft), traffic.vocab_size - 1, np.int32)
         for row, number, text in zip(token_ids, map(number_of, request_ids), texts, strict=True):
             lengths, place = traffic.accepted[number][self.name], len(text) - traffic.prompt_lengths[number]
@@ -120,12 +120,12 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
 
 
 def beside(drafter: Drafter) -> Candidate:
-    """The cascade of a lookup and a recorded drafter, as it is served by default."""
+    """The cascade of a lookup and a recorded drafter, with the defaults of serving."""
     return Candidate.ours("cascade", GATED, drafter.cascade, drafter)
 
 
 def rivals(drafter: Drafter | None) -> list[Candidate]:
-    """vLLM's n-gram with each K. With a drafter, also that drafter alone, and TensorRT-LLM's rule for both."""
+    """vLLM's n-gram with each K. With a drafter, also the drafter alone, and TensorRT-LLM's rule for both."""
     rules = [Candidate("ngram_gpu", FIXED, num_draft, partial(Fixed, *NGRAM_GPU)) for num_draft in NGRAM_GPU_LENGTHS]
     if drafter is not None:
         fixed = {drafter.name: partial(Fixed, 0, 0), "match of 4 first": partial(Fixed, *LONG_MATCH)}
@@ -148,7 +148,7 @@ def _reads_tokens_alone(config: Config) -> bool:
 
 
 class Fixed(Proposer):
-    """Drafts K tokens in every step: those after the latest of the longest matches of so many tokens, else the
+    """Drafts K tokens in every step: those after the latest of the longest matches of allowed length, otherwise the
     drafter's. It is vLLM's `ngram_gpu` on Model Runner V2, or, with a drafter that always runs, TensorRT-LLM's rule."""
 
     def __init__(self, min_ngram: int, max_ngram: int, context: ProposerContext):
@@ -167,7 +167,7 @@ class Fixed(Proposer):
 
 @compiled(types.int64(types.Array(types.int32, 1, "C", readonly=True), types.int64, types.int64))
 def match_end(tokens: Any, min_ngram: int, max_ngram: int) -> int:
-    """The place after the latest of the longest earlier matches of the newest tokens; 0 without one.
+    """The place after the latest of the longest earlier matches of the newest tokens; 0 if there is none.
 
     >>> match_end(np.frombuffer(np.array([1, 2, 9, 1, 2, 8, 1, 2], np.int32).tobytes(), np.int32), 2, 8)
     5

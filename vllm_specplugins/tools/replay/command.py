@@ -1,4 +1,4 @@
-"""The command `replay`: plays recorded traffic with every history proposer, and names the one to serve with."""
+"""The command `replay`: plays recorded traffic with every history proposer, and recommends one."""
 
 import argparse
 import statistics
@@ -73,8 +73,8 @@ def play(
     tokenize: Tokenize,
     bars: Progress,
 ) -> list[Row]:
-    """A row for each batch size and candidate, no speculation first. Without a K of the user, K rises while speed
-    rises."""
+    """Yields a row for each batch size and candidate, no speculation first. Unless the user sets K, K rises while the
+    speed rises."""
     task = bars.add_task("no speculation", total=len(traffic.histories) * len(args.batch) * (1 + len(compared)))
     advance = partial(bars.advance, task)
 
@@ -116,7 +116,7 @@ def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> 
 
 
 def is_past(gains: Sequence[float]) -> bool:
-    """Whether the last two values of K were not faster than an earlier one.
+    """Whether neither of the last two values of K was faster than an earlier one.
 
     >>> is_past([1.5, 2.0, 1.9]), is_past([1.5, 2.0, 1.9, 1.8]), is_past([1.5, 2.0, 1.9, 2.1])
     (False, True, False)

@@ -1,4 +1,4 @@
-"""The time of a step: of a forward pass, by the tokens that it verifies, and of the host."""
+"""The time of a step: a forward pass as a function of its verified tokens, and the host's work."""
 
 import json
 import re
@@ -14,8 +14,7 @@ from vllm_specplugins.config import ConfigError, brief
 @dataclass(frozen=True, slots=True)
 class CostTable:
     """The time of a step as a function of its tokens: linear between measured points, and extrapolated unless it would
-    fall. `ms` is by tokens verified, in order, those of all requests together; a request without a draft verifies
-    one."""
+    fall. `ms` is ordered by verified tokens, summed over all requests; a request without a draft verifies one."""
 
     ms: Mapping[int, float]
     context_ms: float = 0.0  # for each token of context of each request: attention reads its keys and values
@@ -23,7 +22,7 @@ class CostTable:
 
     @classmethod
     def line(cls, step_ms: float, token_ms: float) -> "CostTable":
-        """The time of one request's step, and of each draft token.
+        """Costs with this time for a step of one request, and for each draft token.
 
         >>> CostTable.line(10.0, 0.5).step_ms(num_reqs=1, num_draft=4)
         12.0
@@ -33,7 +32,7 @@ class CostTable:
         )
 
     def step_ms(self, num_reqs: int, num_draft: int = 0, num_context: int = 0) -> float:
-        """ms of a step, by numbers of requests, of their draft tokens and of their tokens of context, in all."""
+        """Time of a step in ms, from the total numbers of requests, draft tokens and tokens of context."""
         tokens, ms = list(self.ms), list(self.ms.values())
         count, slope = num_reqs + num_draft, (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
         after = max(0.0, slope) * max(0, count - tokens[-1])
@@ -42,8 +41,8 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The time of a step, and the number of requests at a time. If drafting `waits` for the device, host and device
-    take turns; else they work side by side, and a step takes as long as the slower one."""
+    """The time of a step, and the number of concurrent requests. If drafting `waits` for the device, host and device
+    take turns. Otherwise they work in parallel, and a step takes as long as the slower one."""
 
     costs: CostTable
     batch: int = 1
@@ -52,13 +51,13 @@ class Load:
     waits: bool = False
 
     def step_ms(self, num_reqs: int, num_draft: int, num_context: int) -> float:
-        """ms of a step, with the host's share (CostTable.step_ms)."""
+        """Time of a step in ms, with the host's share (CostTable.step_ms)."""
         ms = self.costs.step_ms(num_reqs, num_draft, num_context)
         host_ms = self.host.step_ms(num_reqs) if self.host else 0.0
         return ms + host_ms if self.waits else max(ms, host_ms)
 
     def drafting_ms(self, num_reqs: int, measured_ms: float) -> float:
-        """Time of drafting; if the device drafts, it is in the host's share."""
+        """Time of drafting in ms; if the device drafts, the host's share includes it."""
         if self.draft_us is not None:
             return self.draft_us * num_reqs / 1000
         return 0.0 if self.host and not self.waits else measured_ms
@@ -98,7 +97,8 @@ COSTS = {"llama-2-7b": H100, "llama-3.1-8b": LLAMA_3_1_8B}
 
 
 def costs_of(name: str) -> CostTable:
-    """The costs with a name of COSTS, those of a line as in 10:0.5, or those in a file of `bench`; else ConfigError."""
+    """The costs with a name in COSTS, of a line as in 10:0.5, or from a file of `bench`. Raises ConfigError
+    otherwise."""
     if name in COSTS:
         return COSTS[name]
     allowed = (

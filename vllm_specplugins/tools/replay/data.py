@@ -18,8 +18,8 @@ Accepted = Mapping[str, Int32Array]
 
 @dataclass(slots=True)
 class Traffic:
-    """Requests by number, in the order of their arrival. `accepted` holds by drafter and number of output tokens so far
-    how many tokens of its draft would be accepted."""
+    """Requests by number, in the order of arrival. `accepted` holds, by drafter and number of output tokens so far, the
+    number of its draft tokens that would be accepted."""
 
     histories: list[Int32Array] = field(default_factory=list)  # prompt and output of each
     prompt_lengths: list[int] = field(default_factory=list)  # number of tokens of its prompt
@@ -29,7 +29,7 @@ class Traffic:
     def add(
         self, prompt: Sequence[int], output: Sequence[int], accepted: Accepted | None = None, **options: Any
     ) -> None:
-        """Adds a request; its output holds a token or more."""
+        """Adds a request with an output of at least one token."""
         self.histories.append(np.array([*prompt, *output], np.int32))
         self.prompt_lengths.append(len(prompt))
         self.options.append(options)
@@ -48,14 +48,14 @@ class Traffic:
 
     @property
     def vocab_size(self) -> int:
-        """A vocabulary for these tokens and those of proposers; no text holds its last token."""
+        """A vocabulary size for these tokens and those of proposers; no text contains the last token."""
         return max(LARGE_VOCABULARY, *(2 + int(history.max()) for history in self.histories))
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The requests of a log that are played. `ids` selects requests with "even" or "odd" ids (or line numbers, without
-    ids), or "all"."""
+    """The selected requests of a log. `ids` selects requests with "even" or "odd" ids (or line numbers, without ids),
+    or "all"."""
 
     limit: int  # the first ones, at most as many
     ids: str = "all"
@@ -72,8 +72,8 @@ class Chosen:
 def read_traffic(
     files: Sequence[Path], tokenizer: Tokenizer, chosen: Chosen, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The chosen requests of the files (tools/data.py; errors: `answered`). A text without a request is played as if
-    its second half answered the first."""
+    """The selected requests of the files (tools/data.py; errors as in `answered`). A text without a request is played
+    as if its second half answered its first half."""
     traffic = Traffic()
     every = (sample for number, sample in enumerate(answered(files, tokenizer)) if chosen.allows(number, sample))
     for sample in islice(every, chosen.limit):

@@ -28,7 +28,7 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Figures of a candidate. A step is one of a request, after that of its first token."""
+    """Figures of a candidate. A step is that of one request, after the step of its first token."""
 
     batch: int  # requests at a time
     method: str  # or NONE
@@ -65,7 +65,7 @@ class Row:
 
 
 def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Totals, **more: Any) -> Row:
-    """The row of these totals. `plain` is the row of no speculation, and `more` has other fields of the row."""
+    """The row of these totals. `plain` is the row of no speculation, and `more` holds further fields."""
     steps = max(1, totals.steps)
     method, policy, num_draft = candidate.key if candidate else (NONE, ALWAYS, 0)
     speed_up, low, high = compare(totals, plain)
@@ -88,7 +88,7 @@ def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Total
 
 
 def compare(totals: Totals, other: Totals) -> tuple[float, float, float]:
-    """The speed relative to another one's, and its range over requests, which both played alike."""
+    """The speed relative to another candidate's, and its range over requests, which both played in the same way."""
     speed_up = totals.tokens_per_ms / other.tokens_per_ms if other.emitted else 1.0
     if not (numbers := sorted(other.by_request)):
         return speed_up, speed_up, speed_up
@@ -100,7 +100,7 @@ def compare(totals: Totals, other: Totals) -> tuple[float, float, float]:
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """For each file, batch size, method and policy the row with the fastest K."""
+    """The row with the fastest K for each file, batch size, method and policy."""
     best: dict[tuple[str, int, str, str], Row] = {}
     for row in rows:
         key = row.task, row.batch, row.method, row.policy
@@ -110,7 +110,7 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     """Advice in words, with the value for --speculative-config, and the candidate with the best geometric mean over the
-    batch sizes; None where none pays."""
+    batch sizes; None if none pays off."""
     by_key = {candidate.key: [row for row in rows if row.key == candidate.key] for candidate in played}
     gains = {key: statistics.geometric_mean(row.speed_up for row in its) for key, its in by_key.items()}
     best = max(played, key=lambda candidate: gains[candidate.key])

@@ -1,7 +1,7 @@
 """A simulated engine: recorded requests in order, several at a time, in steps that take time. Prompts are free, since
-they take the same time with any drafts. A request that comes while others decode takes part from the next step on; that
-step tells a gate nothing, as in an engine. The recording holds the target's tokens, and a draft is accepted as far as
-it agrees."""
+they take the same time with any drafts. A request that arrives while others decode takes part from the next step on; as
+in an engine, a gate learns nothing from that step. The recording holds the target's tokens, and a draft is accepted as
+far as it agrees."""
 
 import time
 from collections import deque
@@ -24,7 +24,7 @@ Tokenize = Callable[[str], list[int]]
 
 
 class Fate(NamedTuple):
-    """Draft tokens of a request that a step verified and accepted, and tokens that it emitted; 0 in its first step."""
+    """The verified, accepted and emitted tokens of a request in a step; 0 in its first step."""
 
     drafted: int
     accepted: int
@@ -32,7 +32,7 @@ class Fate(NamedTuple):
 
 
 class Player:
-    """Plays recorded texts (such as Traffic's) to a fault barrier, or to another object with `propose` and `forget`.
+    """Plays recorded texts (such as Traffic's) against a fault barrier, or another object with `propose` and `forget`.
     The caller decides which requests take part in a step."""
 
     def __init__(self, recorded: Any, max_num_draft: int, max_model_len: int, barrier: Any):
@@ -65,7 +65,7 @@ class Player:
         return fates
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Drops the drafts of requests that are over or preempted."""
+        """Drops the drafts of finished or preempted requests."""
         for number in numbers:
             self._drafts.pop(number, None)
             self._barrier.forget([name_of(number)])
@@ -96,7 +96,7 @@ class Player:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all steps of single requests after their first tokens. `by_request` maps a request's number to its
+    """Sums over all steps of single requests after their first tokens. `by_request` maps the number of a request to its
     emitted tokens and its share of the time in ms."""
 
     steps: int = 0
@@ -110,7 +110,7 @@ class Totals:
     by_request: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float) -> None:
-        """Adds a step of these requests; a request emitted nothing in a step that computed its prompt."""
+        """Adds a step of these requests. A request emits nothing in a step that computes its prompt."""
         self.step_ms += step_ms
         self.drafting_ms += drafting_ms
         for number, (drafted, accepted, emitted) in fates.items():
@@ -140,8 +140,8 @@ def simulate(
     advance: Callable[[], None] = lambda: None,
     drafter: Drafter | None = None,
 ) -> Totals:
-    """Plays all of the traffic to the proposer that `build` makes (None: nothing is drafted), which `drafter` may offer
-    its drafts, as a stage does that is built into the engine."""
+    """Plays all traffic against the proposer that `build` makes (None: no drafts). `drafter` may offer drafts to it,
+    like a stage that is built into the engine."""
     engine = _Engine(traffic, num_draft, load, drafter)
     if build is not None:
         context = ProposerContext(
@@ -175,7 +175,7 @@ class _Engine:
         self._player = Player(traffic, num_draft, traffic.max_model_len + num_draft, self)
 
     def step(self, running: Sequence[int]) -> list[int]:
-        """Runs one step of these requests, and returns those that are over with it."""
+        """Runs one step of these requests, and returns those that it finished."""
         player = self._player
         decoding = [number for number in running if not player.is_new(number)]
         num_draft = sum(map(player.num_drafted, decoding))
@@ -219,7 +219,7 @@ class _Engine:
             self.barrier.forget(request_ids)
 
     def agreed(self, value: Any) -> Any:
-        """Replaces the ranks' agreement: the drafting time of a gate is that of the load."""
+        """Replaces the agreement of ranks: the gate's drafting time is that of the load."""
         match value:
             case [float() as step_ms, float() as drafting_ms, *others]:
                 return [step_ms, self._load.drafting_ms(self._num_reqs, drafting_ms), *others]

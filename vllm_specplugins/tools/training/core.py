@@ -1,4 +1,4 @@
-"""The training of all parts: a part learns to predict the model's distribution (proposers/learning/distillation.py)."""
+"""Trains any part, which learns to predict the model's distribution (proposers/learning/distillation.py)."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ WARM_UP = 0.05  # of the steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings that decide the weights of a run. Each kind of part adds fields."""
+    """Settings that determine the weights of a run. Each kind of part adds fields."""
 
     steps: int
     batch_tokens: int  # of a step, about
@@ -43,7 +43,7 @@ class Settings:
 
     @abstractmethod
     def guesser(self, base: BaseModel, part: Any) -> Guesser:
-        """The drafter of the part, as it is served, on all of a row at once."""
+        """The part's drafter, as in serving, on a whole row at once."""
 
     @abstractmethod
     def serving(self, folder: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def train(
     advance: Callable[[int, float], None] = lambda step, loss: None,
 ) -> TrainedPart:
     """Trains a part on rows of token ids and saves it in `out`, in the model's dtype. `advance` is called with the
-    number of steps done and the loss, in nats a draft token. Raises ConfigError: `out` cannot be written."""
+    number of finished steps and the loss, in nats per draft token. Raises ConfigError: `out` cannot be written."""
     part = settings.begin(base, rows)
     part.requires_grad_()
     optimizer = torch.optim.AdamW(part.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -83,12 +83,12 @@ def train(
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the highest learning rate: it rises over WARM_UP of the steps, then falls to nothing."""
+    """Share of the highest learning rate: it rises over the share WARM_UP of the steps, then falls to 0."""
     return min(1.0, (step + 1) / (WARM_UP * steps + 1)) * (1 - step / steps)
 
 
 def row_batches(num_rows: int, batch_rows: int, seed: int) -> Iterator[list[int]]:
-    """Yields batches of rows endlessly: each row once per epoch, in a new order each time."""
+    """Yields batches of rows endlessly: each row once per epoch, in a new order per epoch."""
     generators = (torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in count())
     rows = chain.from_iterable(torch.randperm(num_rows, generator=generator).tolist() for generator in generators)
     while True:

@@ -1,5 +1,5 @@
 """The kinds of parts that can be trained: an exit head, a jump, and look-ahead embeddings. Tokens before a draft have
-the target's keys and values, tokens of the draft have the part's: of K passes over a row the k-th sees the text up to k
+the target's keys and values, and tokens of the draft the part's. Of K passes over a row, the k-th sees the text up to k
 tokens before a token (as in EAGLE-3, Li et al. 2025, "training-time test")."""
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ FITTED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadSettings(Settings):
-    """A norm and a head that read some layers as the model's norm and head read all (ExitHeadConfig)."""
+    """A norm and a head that read some layers as the model's norm and head read all layers (ExitHeadConfig)."""
 
     exit_layer: int
     layers: tuple[int, ...] | None = None  # which ones; None: the first ones
@@ -76,7 +76,7 @@ class JumpSettings(Settings):
         return {**layers, "inner_size": (1, 1_000_000)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> JumpHead:
-        """The linear half is fitted to the states of some rows (ridge regression). The other half adds nothing yet."""
+        """Fits the linear half to the states of some rows (ridge regression). The other half adds nothing yet."""
         hidden, late_layer = base.hidden_size, self.late_layer
         sizes = {"early_layers": self.early_layers, "late_layer": late_layer, "inner_size": self.inner_size}
         if self.resume is not None:
@@ -110,7 +110,7 @@ class JumpSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAheadSettings(Settings):
-    """Embeddings that stand for draft tokens which are not known yet."""
+    """Embeddings that represent draft tokens which are not known yet."""
 
     exit_layer: int  # how many layers they run through
     exit_head: str | None  # folder of a trained head for this layer; None: the norm and the head of the model
@@ -119,7 +119,7 @@ class LookAheadSettings(Settings):
         return {"exit_layer": (1, base.num_layers), "num_draft": (2, 64)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> LookAhead:
-        """All embeddings begin as the mean of the tokens' in some rows."""
+        """All embeddings begin as the mean embedding of the tokens in some rows."""
         some = [rows[index] for index in every_nth(len(rows), FITTED_ROWS)]
         mean = torch.cat([states[0].float() for states in base.hidden_states(some)]).mean(0)
         num_embeddings = self.num_draft - 1
@@ -153,7 +153,7 @@ def skipping_guesser(base: BaseModel, layers: Sequence[int], head: ExitHead | No
 
 
 def look_ahead_guesser(base: BaseModel, part: LookAhead, head: ExitHead | None = None) -> Guesser:
-    """The first draft token is the exit's; pass k is that of the k-th embedding, after every token."""
+    """The first draft token is the exit's; pass k is that of the k-th embedding, after each token."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         num_tokens = len(states[0])

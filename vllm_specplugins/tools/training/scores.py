@@ -1,9 +1,8 @@
-"""Tokens per step of a trained part's drafts, on text that the model writes after held-out prompts.
-
-Each step of an engine begins after the tokens that the last step accepted. On other text than the model's, or with each
-token counted as if a step began there, drafts are right more or less often. So the steps walk over text that the model
-continues with the noise of (seed, position) that verification draws with: given that the model emits a token, the step
-goes on with the probability that the draft's token is accepted. N: drafts of a row, K: draft tokens, V: vocabulary.
+"""Tokens per step of a trained part's drafts, on text that the model writes after held-out prompts. Each step of an
+engine begins after the tokens that the last step accepted. On text of another source, or if a step began at each token,
+the acceptance would differ. The steps therefore walk over text that the model continues with verification's noise of
+(seed, position): given that the model emits a token, a step continues with the probability that the draft's token is
+accepted. N: drafts of a row, K: draft tokens, V: vocabulary.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ NAMES = ("overlap", *METHODS)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A row that the model wrote from token `begin` on, at a temperature, with the noise of a seed."""
+    """A row that the model wrote from token `begin` on, at a temperature and with the noise of a seed."""
 
     row: list[int]
     begin: int
@@ -33,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of each of K draft tokens after right ones, and of whole steps."""
+    """Scores of each of the K draft tokens after right tokens, and of whole steps."""
 
     match: list[float]  # [K] share of greedy tokens that are the model's
     overlap: list[float]  # [K] mean sum of min(p, q), the share that is accepted at temperature 1 if "probabilistic"
@@ -45,8 +44,8 @@ class Scores:
 def write_texts(
     base: BaseModel, rows: Sequence[Sequence[int]], temperature: float, begin: int = 0, end: int = 0
 ) -> list[Text]:
-    """The model's continuations of rows from token `begin` on (0: a quarter of the longest row; shorter rows are left
-    out), up to `end` tokens (0: the length of the longest row) or an end token."""
+    """The model's continuations of rows from token `begin` on (0: a quarter of the longest row; shorter rows are
+    omitted), up to `end` tokens (0: the length of the longest row) or an end token."""
     longest = max(map(len, rows))
     begin, end = begin or max(1, longest // PROMPT_SHARE), end or longest
     prompts = torch.tensor([row[:begin] for row in rows if len(row) >= begin], device=base.model.device)
@@ -64,7 +63,7 @@ def write_texts(
 def scores(
     base: BaseModel, greedy: Sequence[Text], sampled: Sequence[Text], guesser: Guesser, num_draft: int
 ) -> Scores:
-    """Scores of a part on texts of temperature 0 and of temperature 1."""
+    """The scores of a part on texts at temperature 0 and at temperature 1."""
     figures = []
     for texts in (greedy, sampled):
         probs = [accept_probs(base, text, guesser, num_draft) for text in texts]
@@ -77,7 +76,7 @@ def scores(
 
 
 def mean_length(probs: Sequence[torch.Tensor]) -> float:
-    """The mean acceptance length in texts, from the [K, N] acceptance probabilities of their draft tokens."""
+    """The mean acceptance length on texts, from the [K, N] acceptance probabilities of the draft tokens."""
     tokens, steps = map(sum, zip(*map(walk, probs), strict=True))
     return tokens / steps if steps else 1.0
 
