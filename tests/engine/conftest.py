@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,14 +124,25 @@ def verify_by_reference(patches: pytest.MonkeyPatch) -> None:
     """As if the reference were a kernel: the real ones take up to a second a step here."""
     from torch.utils._python_dispatch import _disable_current_modes
     from vllm_specplugins.kernels import rejection
-    from vllm_specplugins.kernels.rejection import reference
+    from vllm_specplugins.kernels.rejection import reference, step
 
-    def run(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            results = reference.rejection_sample(*arguments)
-        return tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results)
+    from vllm_specplugins.engine.v2.verification import verify
 
-    patches.setattr(rejection, "module_of", lambda *_: SimpleNamespace(rejection_sample=run))
+    def as_kernel(operation: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def run(*arguments: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                results = operation(*arguments, **named)
+            return tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results)
+
+        return run
+
+    def sample_step(*arguments: Any, operation: Any) -> tuple[torch.Tensor, ...]:
+        run = step.sample_step if operation else as_kernel(partial(step.sample_step, implementation="reference"))
+        return run(*arguments, operation=operation)
+
+    kernel = SimpleNamespace(rejection_sample=as_kernel(reference.rejection_sample))
+    patches.setattr(rejection, "module_of", lambda *_: kernel)
+    patches.setattr(verify, "sample_step", sample_step)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,14 @@
 """What drafts on the simulated device, a lookup, alone or beside what runs the target: the host sees nothing in it."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, generate
-from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, long, spec_metrics
+from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, long, spec_metrics, verify_by_reference
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -32,6 +33,14 @@ SHORT = {"num_speculative_tokens": 2}  # graphs of three depths
 CASCADES = [("verify", EXIT, "greedy"), ("auto", JUMP | SHORT, "greedy"), ("auto", EXIT | SHORT, "greedy")]
 CASCADES[:0] = [long("auto", stage, "greedy") for stage in (MEDUSA, AHEAD)]
 CASCADES[:0] = [long("auto", stage, "probabilistic") for stage in (EXIT, JUMP, MEDUSA)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_reference() -> Iterator[None]:
+    """Other files of the device's verify by kernels."""
+    with pytest.MonkeyPatch.context() as patches:
+        verify_by_reference(patches)
+        yield
 
 
 def cascade(policy: str, stage: dict[str, Any], first: str = "prompt_lookup", **options: Any) -> dict[str, Any]:
