@@ -201,7 +201,7 @@ def test_names_that_are_refused(config: dict[str, Any], sentence: str) -> None:
 def test_settings_that_are_the_cascades(name: str) -> None:
     """Kills: a drafter of vLLM's that looks tokens up, or chooses lengths, beside a cascade that does."""
     stage = {"method": "mtp", name: 5}
-    with pytest.raises(ConfigError, match=rf"stages\[1\]: {name} must be left out: the cascade looks tokens up"):
+    with pytest.raises(ConfigError, match=rf"stages\[1\]: {name} must be left out: the cascade performs lookups"):
         parse_config({"method": "cascade", "stages": ["prompt_lookup", stage]})
 
 
@@ -225,7 +225,7 @@ class Likeliest:
     "name, sentence",
     [
         ("Number", "check_options of odd_classes:Number must be a function, not 5."),
-        ("Likeliest", "reads_likeliest went: a proposer reads the requests' tokens alone."),
+        ("Likeliest", "reads_likeliest was removed: a proposer reads only the requests' tokens."),
     ],
 )
 def test_odd_classes(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

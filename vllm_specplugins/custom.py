@@ -53,7 +53,7 @@ def _entries(package: Distribution) -> list[Registered]:
     except Exception as error:
         path = getattr(package, "_path", "?")
         logger.error(
-            "vllm-specplugins: the package at %s is left out: it cannot be read (%s).", path, type(error).__name__
+            "vllm-specplugins: the package at %s is ignored: it cannot be read (%s).", path, type(error).__name__
         )
         return []
 
@@ -112,7 +112,7 @@ def option_checks(config: SpecConfig) -> list[OptionCheck]:
 def check_gone(config: SpecConfig) -> None:
     """Raises ConfigError for a class with `reads_likeliest`, which earlier versions supported."""
     if any(asks is True for asks in _attributes(config, "reads_likeliest").values()):
-        raise ConfigError(f"{config.method}: reads_likeliest went: a proposer reads the requests' tokens alone.")
+        raise ConfigError(f"{config.method}: reads_likeliest was removed: a proposer reads only the requests' tokens.")
 
 
 def declares(config: SpecConfig, name: str) -> bool:

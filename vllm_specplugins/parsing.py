@@ -73,12 +73,12 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     forcing = [name for name, forces in zip(methods_of(config), forces_tokens(config), strict=True) if forces]
     if len(forcing) > 1:
         raise ConfigError(
-            f"cascade: stages must hold {forcing[0]} once, not more often: it goes on where all others end."
+            f"cascade: stages must hold {forcing[0]} once, not more often: it extends the drafts of all other stages."
         )
     if forcing and "probabilistic" in sample_methods(config) and verification != "fused":
         raise ConfigError(
             f"{method}: draft_sample_method must be 'greedy' beside {forcing[0]} where verification is "
-            f"{verification!r}, which would take forced tokens for drawn ones, not 'probabilistic'."
+            f"{verification!r}, which would treat forced tokens as sampled ones, not 'probabilistic'."
         )
     return config
 

@@ -170,7 +170,7 @@ def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | 
     forces = any(forces_tokens(config))
     if forces and (is_async or theirs is not None):
         raise ConfigError(
-            f"{method}: async_scheduling and scheduler_cls must be left alone with grammar, since its text depends on "
+            f"{method}: async_scheduling and scheduler_cls must not be set with grammar, since its text depends on "
             f"all earlier tokens, not {is_async} and {theirs!r}."
         )
     if not is_async and num_stages > 1:
@@ -181,7 +181,7 @@ def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | 
     if is_async and not engine.use_v2_model_runner:
         raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
     if is_async and theirs is not None:
-        raise ConfigError(f"{method}: scheduler_cls must be left alone with async_scheduling, not {theirs!r}.")
+        raise ConfigError(f"{method}: scheduler_cls must not be set with async_scheduling, not {theirs!r}.")
     if theirs is not None:
         return None
     return PLANNED if is_async else GRAMMAR if forces else CHOOSING

@@ -90,7 +90,7 @@ def rejection_sample(
     vocab_size = target_logits.shape[1]
     if draft_logits is not None and (draft_logits.shape[1] < max_num_draft or draft_logits.shape[2] > vocab_size):
         raise ValueError(
-            f"draft_logits has shape {tuple(draft_logits.shape)}, but must have at least {max_num_draft} rows a "
+            f"draft_logits has shape {tuple(draft_logits.shape)}, but must have at least {max_num_draft} rows per "
             f"request of at most {vocab_size} tokens."
         )
     on_cpu = "host" if draft_logits is None or max_num_draft == 0 else "reference"

@@ -206,6 +206,6 @@ def test_what_a_start_tells(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "vllm.specplugins"):
         tell_buffers(runner, SimpleNamespace(lookups=SimpleNamespace(texts=texts), draft_logits=None))
     assert caplog.messages == [
-        "Speculation with num_speculative_tokens=31 and max_num_seqs=1024 takes 1.56 GiB beside the KV cache: tokens "
+        "Speculation with num_speculative_tokens=31 and max_num_seqs=1024 takes 1.56 GiB beyond the KV cache: tokens "
         "of all requests 0.50, references 0.06, grammar bitmask 1.00."
     ]

@@ -232,10 +232,10 @@ def test_asynchronous_scheduling() -> None:
             take_over(config, True)
         return
     assert config.scheduler_config.scheduler_cls == plan.PLANNED
-    with pytest.raises(ConfigError, match="async_scheduling and scheduler_cls must be left alone with grammar"):
+    with pytest.raises(ConfigError, match="async_scheduling and scheduler_cls must not be set with grammar"):
         engine_config({"method": "grammar"}, async_scheduling=True)
     assert engine_config({"method": "grammar"}).scheduler_config.scheduler_cls == plan.GRAMMAR
-    with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
+    with pytest.raises(ConfigError, match="scheduler_cls must not be set"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
 

@@ -123,7 +123,7 @@ def test_server_killed(
     server._process.wait()
     again = ValkeyServer(port=port, data_dir=server.data_dir, persist=True, appendonly="yes", appendfsync="always")
     again.start()
-    wait_for(lambda: caplog.text.count("is reached again") == 1)
+    wait_for(lambda: caplog.text.count("is reachable again") == 1)
     assert own.store_stats()["published"] == len(texts_of(replica())) == 2
     own.close()
     again.terminate()
@@ -239,7 +239,7 @@ def test_refused(value: Any) -> None:
 def test_options_of_the_address(caplog: pytest.LogCaptureFixture) -> None:
     """What redis-py refuses is said in one sentence, at the start or as a server that cannot be reached, and drafts go
     on. Kills: a thread that ends of it; a start that does."""
-    with pytest.raises(ConfigError, match="shared must be an address that redis-py takes: Invalid value for"):
+    with pytest.raises(ConfigError, match="shared must be an address that redis-py accepts: Invalid value for"):
         proposer(shared="redis://localhost:1/?socket_timeout=soon")
     own = proposer(shared="redis://localhost:1/?unknown=1")
     serve(own, "a", TEXT, 20)

@@ -49,7 +49,7 @@ def test_keeps_its_store(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert serve(own, "a", TEXT, 100) == 0
     wait_for(lambda: len(texts_of(path)) == 1)
     other = proposer(store_path=str(path))
-    assert "another engine's" in caplog.text
+    assert "in use by another engine" in caplog.text
     assert serve(other, "c", TEXT, 100) > 150, "it may read"
     other.close()
     step(own, {"unfinished": TEXT[:50]})

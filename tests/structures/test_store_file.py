@@ -141,7 +141,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     first.open()
     for _ in range(2):
         first.append([record(TEXTS[0])])
-        with pytest.raises(StoreFileError, match="another engine's"):
+        with pytest.raises(StoreFileError, match="in use by another engine"):
             second.open()
         assert len(second.read()) == 1
         first.write(())

@@ -249,7 +249,7 @@ def test_the_chat_model_is_the_default(
 
 
 REFUSED = {
-    "--rate 0.5": "--rate and --drafter go with --trace",
+    "--rate 0.5": "--rate and --drafter need --trace",
     "--methods sorcery": "--methods must be of none, ngram, ngram_gpu, early_exit, cascade, prompt_lookup, ",
     "--methods none": "--methods must name a method beside none",
     "--methods ngram:65": "--methods: K must be 1 to 64, as in ngram:5, not 'ngram:65'",
@@ -263,7 +263,7 @@ REFUSED = {
     "--batch 1,none": "--batch: must be an integer from 1 to 4096, not 'none'",
     "--temperature -1": "--temperature: must be numbers from 0 to 10, not '-1'",
     "--tokens 500": "--output-len must be at most 480 after these prompts, not 500",
-    "--json nowhere/a": "--output-json must be a file in a folder that is there, not nowhere/a",
+    "--json nowhere/a": "--output-json must be a file in an existing folder, not nowhere/a",
     "--engine-args []": "--engine-args: must be a JSON object, not '[]'",
 }
 

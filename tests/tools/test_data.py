@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "one in messages": (
         lambda path: written(path, r'{"messages": [{"role": "user", "content": "\ud800"}]}'),
-        "must hold messages that the tokenizer's chat template takes",
+        "must hold messages that the tokenizer's chat template accepts",
     ),
     "calls of tools that are none": (
         lambda path: written(path, '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 7}]}'),
@@ -112,7 +112,7 @@ def test_token_ids(tmp_path: Path, refused: Any) -> None:
         assert f"--dataset-path: line 2 of {file} must hold token ids below " in refused(*command)
     assert not (tmp_path / "store.bin").exists()
     written(tmp_path / "a.jsonl", json.dumps({"prompt": [1, 2], "output": [1 << 20]}))
-    assert "an output of two tokens or more" in refused("replay", "--data", file)
+    assert "an output of at least two tokens" in refused("replay", "--data", file)
 
 
 def test_deep_arguments(refused: Any) -> None:

@@ -51,5 +51,7 @@ def test_an_error_without_text(tmp_path: Path) -> None:
     def fails(folder: Path) -> None:
         raise RuntimeError
 
-    with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .*\(RuntimeError\)\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^--out must be a folder on a disk with free space, not .*\(RuntimeError\)\.$"
+    ):
         save_whole(tmp_path / "part", fails)

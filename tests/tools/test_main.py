@@ -54,9 +54,9 @@ REFUSED = {
     ),
     "report is a folder": (
         ["verify-lossless", "--json", "/tmp"],
-        "--output-json must be a file in a folder that is there, not ",
+        "--output-json must be a file in an existing folder, not ",
     ),
-    "out is a file": ([*TRAIN, "--out", "SHORT"], "--out must be a folder that can be written, not "),
+    "out is a file": ([*TRAIN, "--out", "SHORT"], "--out must be a writable folder, not "),
     "out has other files": ([*TRAIN, "--out", "MODEL"], "--out must be a new or empty folder, not "),
     "layers": ([*CALIBRATE, "--exit-layers", "1;2"], "--exit-layers: must be an integer from 1 to 10000, not '1;2'"),
     "layers too high": (
@@ -70,7 +70,7 @@ REFUSED = {
     "samples": (["verify-lossless", "--samples", "99"], "--samples: must be an integer from 100 to 10000000, not '99'"),
     "no folder": (
         ["verify-lossless", "--json", "/nowhere/r"],
-        "--output-json must be a file in a folder that is there, not ",
+        "--output-json must be a file in an existing folder, not ",
     ),
 }
 
@@ -118,7 +118,7 @@ def test_a_report_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
     """Fails if a full disk costs the last report, or if a device is replaced."""
     path = tmp_path / "report.json"
     write_json(path, {"number": 1})
-    with pytest.raises(ConfigError, match="--output-json must be a file that can be written"):
+    with pytest.raises(ConfigError, match="--output-json must be a writable file"):
         write_json(Path("/dev/full"), {})
     with monkeypatch.context() as patches:
         patches.setattr(Path, "write_bytes", lambda path, data: os.write(os.open("/dev/full", os.O_WRONLY), data))

@@ -140,7 +140,7 @@ def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.
 
 def test_full_disk(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk. Kills: a traceback of torch's, and half a file left there."""
-    settings, full = replace(SETTINGS, steps=1), r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"
+    settings, full = replace(SETTINGS, steps=1), r"^--out must be a folder on a disk with free space, not .* \(.+\)\.$"
     train(base, rows, settings, tmp_path / "old")
     before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -56,7 +56,7 @@ class BuiltInConfig:
         for key in raw:
             if key in CASCADES:
                 raise ConfigError(
-                    f"cascade: stages[{index}]: {key} must be left out: the cascade looks tokens up and chooses the "
+                    f"cascade: stages[{index}]: {key} must be left out: the cascade performs lookups and chooses the "
                     "lengths of drafts."
                 )
             if key != "model" and key not in BUILT_IN_SETTINGS:

@@ -162,7 +162,7 @@ class EarlyExitConfig(PartConfig):
         if self.exit_layer not in (1, num_layers):
             raise ConfigError(f"early_exit: exit_layer must be left out with layers, not {self.exit_layer}.")
         if self.look_ahead is not None:
-            raise ConfigError("early_exit: look_ahead must be left out with layers, which was never tried with it.")
+            raise ConfigError("early_exit: look_ahead must be left out with layers: the two are untested together.")
         are_first = self.layers[-1] == num_layers - 1
         object.__setattr__(self, "exit_layer", num_layers)
         object.__setattr__(self, "layers", None if are_first else tuple(self.layers))

@@ -61,7 +61,7 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
         raise ConfigError(f"{method}: verification must be 'fused' with tree, not {verification!r}.")
     for part, name in product(config.parts, NOT_WITH_TREE):
         if getattr(part.method_config, name, None):
-            raise ConfigError(f"{method}: {name} must be left out with tree, which was never tried with it.")
+            raise ConfigError(f"{method}: {name} must be left out with tree: the two are untested together.")
     if stages := config.stages:
         fits = methods_of(config) in [["prompt_lookup", second] for second in ("early_exit", "jump", "medusa")]
         if not fits or stages[1].num_speculative_tokens is not None or rule(config) == "verify":

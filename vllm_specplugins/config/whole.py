@@ -153,6 +153,4 @@ def check_stages(config: SpecConfig) -> None:
             )
     methods = methods_of(config)
     if {"prompt_lookup", "suffix_lookup"} <= set(methods):
-        raise ConfigError(
-            "cascade: stages must not hold prompt_lookup beside suffix_lookup, which does what it does, and more."
-        )
+        raise ConfigError("cascade: stages must not hold prompt_lookup beside suffix_lookup, which includes it.")

@@ -41,7 +41,7 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
     for name, off in CASCADES.items():
         if getattr(result, name, off) not in (off, None):
             logger.warning(
-                "cascade: vLLM's %s is off for %s: the cascade looks tokens up and chooses the lengths of drafts.",
+                "cascade: vLLM's %s is off for %s: the cascade performs lookups and chooses the lengths of drafts.",
                 *(name, stage.method),
             )
             setattr(result, name, off)
@@ -54,7 +54,7 @@ def refuse_second_owner(theirs: Any) -> None:
     kind = type(theirs).__name__
     if "Ngram" in kind or "Suffix" in kind or hasattr(theirs, "num_valid_drafts_for_trim"):
         raise ConfigError(
-            f"cascade: vLLM's {kind} cannot be a stage: it looks tokens up or trims drafts itself, as the cascade does."
+            f"cascade: vLLM's {kind} cannot be a stage: it performs lookups or trims drafts, as the cascade does."
         )
 
 

@@ -56,7 +56,7 @@ def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None
                 return end
         except (AttributeError, TypeError, ValueError, RuntimeError):  # a model of another make, or shape
             pass
-    logger.warning("learn: nothing is learned, for the head of %s cannot be trained through.", type(model).__name__)
+    logger.warning("learn: nothing is learned, since gradients cannot pass the head of %s.", type(model).__name__)
     return None
 
 

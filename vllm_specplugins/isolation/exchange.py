@@ -170,7 +170,7 @@ def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: 
         raise Nonsense(f"{name} is {value.dtype} instead of {np.dtype(dtype)}")
     shape = value.shape
     if len(shape) != ndim or shape[0] != num_rows:
-        raise Nonsense(f"{name} has the shape {shape} where it must have {num_rows} rows and {ndim} dims")
+        raise Nonsense(f"{name} has the shape {shape}, but must have {num_rows} rows and {ndim} dimensions")
     if ndim == 2 and shape[1] > width:
         raise Nonsense(f"{name} has {shape[1]} columns where {width} are allowed")
     return np.array(value, dtype)

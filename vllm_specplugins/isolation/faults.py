@@ -83,7 +83,7 @@ class CircuitBreaker:
         health.times_switched_off += 1
         self._off_until = now + health.pause_s
         logger.warning(
-            "%s failed %d times within %d steps and is switched off for %.0f s; requests go on without its drafts.",
+            "%s failed %d times within %d steps and is switched off for %.0f s; requests continue without its drafts.",
             self.name,
             MAX_FAULTS,
             FAULT_WINDOW,

@@ -82,7 +82,7 @@ class SuffixLookup(Lookup):
                     shared = SharedTexts(url, mark, *size, config.shared_keep_s)
                 except ValueError as error:
                     raise ConfigError(
-                        f"suffix_lookup: shared must be an address that redis-py takes: {error}"
+                        f"suffix_lookup: shared must be an address that redis-py accepts: {error}"
                     ) from None
                 texts += shared.fill()
                 # Without duplicates.

@@ -98,7 +98,7 @@ def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence
         texts += write_texts(base, alike, 0.0, length, length + args.tokens)
     if (longest := max(len(text.row) - text.begin for text in texts)) < least:
         raise ConfigError(
-            f"--dataset-path must hold text that the model continues by {least} tokens or more, not by {longest}."
+            f"--dataset-path must hold text that the model continues by at least {least} tokens, not by {longest}."
         )
     rows = []
     for layer in layers:

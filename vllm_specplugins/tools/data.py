@@ -88,7 +88,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     name = "standard input" if file == STDIN else str(file)
     rest = dropwhile(lambda line: not line[1].strip(), enumerate(_lines(file, name), start=1))
     if (first := next(rest, None)) is None:
-        raise ConfigError(f"--dataset-path must be files with text in them, not {name}, which is empty.")
+        raise ConfigError(f"--dataset-path must be non-empty files, not {name}, which is empty.")
     lines = chain([first], rest)
     if file.suffix == ".json" and first[1].lstrip().startswith("["):  # one array
         for number, row in enumerate(_json("".join(line for _, line in lines)) or [None], start=1):
@@ -164,7 +164,7 @@ def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, l
         raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")
     for name, lengths in given.items():
         if not _are_counts(lengths):
-            raise ConfigError(f"must hold token counts of 0 or more as accepted[{name!r}], not {brief(lengths)}.")
+            raise ConfigError(f"must hold non-negative token counts as accepted[{name!r}], not {brief(lengths)}.")
     theirs = {
         key[4:]: [max(0, length - 1) for length in value["acc_len"]]
         for key, value in row.items()
@@ -229,7 +229,7 @@ def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
         return chat_prompt(tokenizer, turns)
     except Exception as error:  # a template may raise anything
         raise ConfigError(
-            f"must hold messages that the tokenizer's chat template takes ({error_text(error)})."
+            f"must hold messages that the tokenizer's chat template accepts ({error_text(error)})."
         ) from error
 
 

@@ -57,4 +57,4 @@ def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
             saved.replace(save)
     except (OSError, RuntimeError) as error:  # torch raises the latter where it cannot write on
         cause = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"--out must be a folder on a disk with room, not {folder} ({cause}).") from error
+        raise ConfigError(f"--out must be a folder on a disk with free space, not {folder} ({cause}).") from error

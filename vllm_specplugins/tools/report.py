@@ -60,7 +60,7 @@ def versions(*packages: str) -> dict[str, str]:
 def check_json(args: argparse.Namespace) -> None:
     """Raises ConfigError, before any work, if --output-json cannot be written."""
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ConfigError(f"--output-json must be a file in a folder that is there, not {args.json}.")
+        raise ConfigError(f"--output-json must be a file in an existing folder, not {args.json}.")
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def writing(option: str, kind: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option} must be a {kind} that can be written, not {path} ({cause}).") from error
+        raise ConfigError(f"{option} must be a writable {kind}, not {path} ({cause}).") from error
 
 
 def write_json(path: Path | None, facts: Mapping[str, Any]) -> None:

@@ -123,13 +123,13 @@ class OptionsResolver:
     def _tokenize(self, text: str) -> Work[bytearray]:
         """The tokens of a reference as int32, piece by piece; stops after max_model_len."""
         if self._tokenizer is None:
-            raise ConfigError("specplugins: reference must be token ids where the engine has no tokenizer.")
+            raise ConfigError("specplugins: reference must be token ids, since the engine has no tokenizer.")
         token_ids = bytearray()
         for piece in pieces(text):
             try:
                 token_ids += np.array(self._tokenizer.encode(piece, add_special_tokens=False), np.int32).tobytes()
             except Exception as error:
-                raise ConfigError(f"specplugins: reference cannot be tokenised ({error_text(error)}).") from None
+                raise ConfigError(f"specplugins: reference cannot be tokenized ({error_text(error)}).") from None
             if len(token_ids) > 4 * self._limits.max_model_len:
                 break
             yield

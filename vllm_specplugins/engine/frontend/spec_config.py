@@ -140,7 +140,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
             "states of hybrid and state-space models there."
         )
     if current_platform.is_cpu() and envs.VLLM_BATCH_INVARIANT:
-        raise ConfigError(f"{method}: VLLM_BATCH_INVARIANT must be 0 on a CPU, where vLLM cannot do it, not 1.")
+        raise ConfigError(f"{method}: VLLM_BATCH_INVARIANT must be 0 on a CPU, where vLLM does not support it, not 1.")
     check_states(vllm_config, method)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not vllm_config.use_v2_model_runner:
@@ -156,7 +156,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         vllm_config.__class__ = PluginVllmConfig
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:
-        raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
+        raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} or not set, not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     plan = make_plan(speculative_config.plugin_config, conditions_of(vllm_config, async_scheduling))
     speculative_config.plan, speculative_config.enable_adaptive_verification = plan, plan.trims

@@ -36,7 +36,7 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
             drafted += len(group.layer_names) * mamba_spec.num_speculative_blocks * mamba_spec.page_size_bytes
     if drafted:
         logger.info(
-            "%s: the target's states take %.2f MiB a request, %.2f MiB of them for num_speculative_tokens %d.",
+            "%s: the target's states take %.2f MiB per request, including %.2f MiB for num_speculative_tokens %d.",
             *(method, total / (1 << 20), drafted / (1 << 20), vllm_config.num_speculative_tokens),
         )
 

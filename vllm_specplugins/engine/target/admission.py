@@ -47,7 +47,7 @@ def _check_skipping(vllm_config: VllmConfig, method: str) -> None:
     model, counts_experts = vllm_config.model_config, vllm_config.compilation_config.fast_moe_cold_start
     if counts_experts and model.is_moe:
         raise ConfigError(
-            f"{method}: fast_moe_cold_start must be false with layers, not true: it counts on every layer with experts."
+            f"{method}: fast_moe_cold_start must be false with layers, not true: every layer with experts must run."
         )
     config = model.hf_text_config  # of DeepSeek's sparse attention, where a layer takes another one's choice of keys
     shares_keys = getattr(config, "index_topk_freq", 1) != 1 or getattr(config, "index_topk_pattern", None)

@@ -59,7 +59,7 @@ def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
 def tell_buffers(runner: Any, speculator: Any) -> None:
     sizes = buffer_bytes(runner, speculator)
     logger.info(
-        "Speculation with num_speculative_tokens=%d and max_num_seqs=%d takes %.2f GiB beside the KV cache: %s.",
+        "Speculation with num_speculative_tokens=%d and max_num_seqs=%d takes %.2f GiB beyond the KV cache: %s.",
         runner.num_speculative_steps,
         runner.max_num_reqs,
         sum(sizes.values()) / 2**30,

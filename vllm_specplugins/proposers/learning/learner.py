@@ -145,7 +145,7 @@ class Learner:
             pass
         except Exception as error:
             self.is_on = False
-            logger.warning("Learning ends (%s: %s); requests go on.", type(error).__name__, error_text(error))
+            logger.warning("Learning ends (%s: %s); requests continue.", type(error).__name__, error_text(error))
 
     def _take_in(self) -> None:
         with torch.no_grad():

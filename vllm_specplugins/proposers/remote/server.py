@@ -78,7 +78,9 @@ class Server:
             await self._read({**question, "temperature": 0, "stream": True, **self._form.fields}, num_tokens, pieces)
         except Refused as error:
             if not self._has_refused:
-                logger.warning("remote: %s refuses questions (%s), which sets their requests aside.", self._url, error)
+                logger.warning(
+                    "remote: %s refuses questions (%s), so their requests get no drafts from it.", self._url, error
+                )
             self._has_refused = True
             raise
         except Exception as error:  # of the network, or anything that the server's answer causes
@@ -118,7 +120,7 @@ class Server:
             return
         if self._pause.failed():
             words = f"{type(error).__name__}: {error}" if type(error) is ValueError else type(error).__name__
-            logger.warning("remote: no drafts from %s (%s) until it answers as it should.", self._url, words)
+            logger.warning("remote: no drafts from %s (%s) until it answers correctly.", self._url, words)
         self._not_before = time.monotonic() + self._pause.seconds
 
 

@@ -116,7 +116,7 @@ class SharedTexts:
             drop_oldest(self._unsent, PLACE_BYTES * self._max_tokens)
             return False
         if self._pause.succeeded():
-            logger.info("suffix_lookup: %s is reached again.", self._place)
+            logger.info("suffix_lookup: %s is reachable again.", self._place)
         return True
 
     def _has_room(self) -> bool:

@@ -205,7 +205,7 @@ class StoreFile:
         try:
             hold(self._descriptor)
         except BlockingIOError:
-            raise StoreFileError(f"the store {self.path} is another engine's, which saves to it") from None
+            raise StoreFileError(f"the store {self.path} is in use by another engine") from None
         self._check_place()
 
     def _check_place(self) -> None:
@@ -216,7 +216,7 @@ class StoreFile:
         if not data:
             return [], 0
         if data[: len(MAGIC)] != MAGIC:
-            raise StoreFileError(f"{self.path} is no store")
+            raise StoreFileError(f"{self.path} is not a store")
         if len(data) > self._max_bytes:
             raise DamagedError(f"the store {self.path} has more than the {self._max_bytes} bytes that are allowed")
         if len(data) < HEADER.size:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     check_json(args)
     workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
     if not args.trace and (args.rate or args.drafter):
-        raise ConfigError("--rate and --drafter go with --trace.")
+        raise ConfigError("--rate and --drafter need --trace.")
     log = workloads[0].log
     args.tokens = args.tokens or (max(map(len, log.outputs)) if log else TOKENS)
     with progress() as bars:

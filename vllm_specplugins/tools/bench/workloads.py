@@ -109,5 +109,5 @@ def _check_forced(args: argparse.Namespace, configs: Mapping[str, Config | None]
         if config and is_ours(config) and runs_target(parse_config(config)):
             raise ConfigError(
                 f"--methods: {name} must not read the target's layers with --trace: an early exit, a jump or Medusa "
-                "drafts by real weights, which no log forces."
+                "drafts with real weights, which a log cannot replace."
             )

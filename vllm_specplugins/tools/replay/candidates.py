@@ -111,7 +111,7 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
     for name, config in picked.items():
         if not _reads_tokens_alone(config):
             raise ConfigError(
-                f"--methods must be proposers that read token ids alone, as prompt_lookup does, not {name}."
+                f"--methods must be proposers that read only token ids, as prompt_lookup does, not {name}."
             )
     return [
         Candidate.ours(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft})

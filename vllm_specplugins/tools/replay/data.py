@@ -90,7 +90,7 @@ def read_traffic(
             raise ConfigError(f"--dataset-path: {sample.place} {error}") from None
         advance()
     if traffic.num_output_tokens <= len(traffic.histories):
-        raise ConfigError("--dataset-path must hold a request with an output of two tokens or more.")
+        raise ConfigError("--dataset-path must hold a request with an output of at least two tokens.")
     return traffic
 
 

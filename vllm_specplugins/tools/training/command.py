@@ -87,7 +87,7 @@ def _settings(args: argparse.Namespace, base: BaseModel) -> Settings:
     values = {entry.name: getattr(args, entry.name) for entry in fields(kind) if hasattr(args, entry.name)}
     if "layers" in values:
         if (args.layers is None) == (args.exit_layer is None):
-            raise ConfigError("--exit-layer must be given, or --layers in its place.")
+            raise ConfigError("--exit-layer or --layers must be given.")
         if args.layers is not None:
             exit_config = EarlyExitConfig(layers=args.layers)
             values |= {"exit_layer": exit_config.exit_layer, "layers": exit_config.layers}
