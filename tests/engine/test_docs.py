@@ -29,9 +29,11 @@ RUN: dict[str, list[str]] = {"doctor": [], "check": [], "build-store": [], "repl
 LONG = {
     "verify-lossless": ["--samples", "200"],
     "train-jump": ["--steps", "2", "--batch-tokens", "256", "--row-tokens", "64"],
-    "train-exit-head": ["--steps", "2", "--batch-tokens", "256", "--row-tokens", "64"],
+    "train-exit-head": ["--steps", "2", "--batch-tokens", "256", "--row-tokens", "64", "--exit-layer", "1"],
     "bench": ["--rounds", "1", "--prompts", "1", "--tokens", "8"],
+    "calibrate": ["--rounds", "1", "--prompts", "1", "--tokens", "16", "--prompt-tokens", "32"],
 }
+LOG = ["--methods", "prompt_lookup", "--batch", "1", "--rate", "0.9"]  # ngram_gpu needs a GPU
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,9 @@ def files(folder: Path) -> None:
     (folder / "my_proposer.py").write_text(proposer)
     rows = [{"prompt": "def area(w, h):\n", "output": "    return w * h\n" * 8} for _ in range(8)]
     (folder / "FILES").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = [{"prompt": list(range(40, 72)), "output": list(range(index, index + 8))} for index in range(40, 44)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    (folder / "LEARNED").symlink_to("JUMP")
 
 
 def run(words: list[str], folder: Path) -> None:
@@ -100,6 +105,7 @@ def run(words: list[str], folder: Path) -> None:
         return
     words = [DEMO_MODEL if word in (NAME, "MODEL") else word for word in words]
     arguments = [sys.executable, "-m", "vllm_specplugins", *words, *LONG.get(command, [])]
+    arguments += LOG * ("--trace" in words)
     environment = {**os.environ, "PYTHONPATH": str(folder), "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, f"{words}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
