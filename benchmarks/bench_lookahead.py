@@ -43,7 +43,7 @@ class Answer:
         self._ends, self._length = base.model.generation_config.eos_token_id, len(prompt) + num_tokens
         states = base.model.base_model(torch.tensor([prompt]), past_key_values=self._cache, use_cache=True)
         self.text.append(int(base.logits(states.last_hidden_state[0, -1:]).argmax()))
-        self.num_steps = 0
+        self.steps: list[int] = []  # tokens of each
 
     @property
     def is_over(self) -> bool:
@@ -66,7 +66,8 @@ class Answer:
         places = torch.cat((torch.arange(past), past + path))
         for layer in self._cache.layers:
             layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
-        self.text, self.num_steps = [*self.text, *tokens], self.num_steps + 1
+        self.text += tokens
+        self.steps.append(len(tokens))
 
 
 def lookup_of() -> PromptLookup:
@@ -145,13 +146,14 @@ def main() -> int:
             end = len(prompt) + arguments.tokens
             depends |= alone.text[:end] != both.text[:end]
             text = alone.text[:end]
-            counts += len(text) - len(prompt) - 1, num_lookup_steps(text, len(prompt)), alone.num_steps, both.num_steps
+            num_steps = num_lookup_steps(text, len(prompt)), len(alone.steps), len(both.steps)
+            counts += len(text) - len(prompt) - 1, *num_steps
             rows.append(
                 {
                     "task": task,
                     "prompt": prompt,
                     "output": text[len(prompt) :],
-                    "steps": [alone.num_steps, both.num_steps],
+                    "steps": [alone.steps, both.steps],
                 }
             )
             if arguments.out:

@@ -61,6 +61,11 @@ class SpecConfig:
         return self.common.num_speculative_tokens
 
     @property
+    def num_branches(self) -> int:
+        """Nodes of a tree beside its longest path."""
+        return self.length - self.longest_chain if self.longest_chain else 0
+
+    @property
     def stages(self) -> tuple[StageConfig, ...]:
         """The stages of a cascade."""
         return self.method_config.stages if isinstance(self.method_config, CascadeConfig) else ()

@@ -188,17 +188,17 @@ class RequestLimits(NamedTuple):
 
     Args:
         options: as the front end resolved them; empty if the request has none.
-        length_limit: of prompt and output together, in tokens.
+        length_limit: of prompt, output and the branches of a draft together, in tokens.
     """
 
     options: Options
     length_limit: int
 
     @classmethod
-    def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int) -> "RequestLimits":
+    def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int, num_branches: int = 0) -> "RequestLimits":
         max_tokens = getattr(params, "max_tokens", None)
-        limit = max_model_len if max_tokens is None else min(max_model_len, num_prompt_tokens + max_tokens)
-        return cls(request_options(params), limit)
+        limit = max_model_len if max_tokens is None else num_prompt_tokens + max_tokens + num_branches
+        return cls(request_options(params), min(max_model_len, limit))
 
     def frozen(self) -> "RequestLimits":
         """Copies the limits, with read-only options."""

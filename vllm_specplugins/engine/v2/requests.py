@@ -27,11 +27,11 @@ class Request:
     resumes after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does not track its
     tokens, and `token_ids` stays empty."""
 
-    def __init__(self, new: Any, slot: int, max_model_len: int, reads_tokens: bool = False):
+    def __init__(self, new: Any, slot: int, max_model_len: int, reads_tokens: bool = False, num_branches: int = 0):
         self.request_id, self.slot, self.sampling_params = new.req_id, slot, new.sampling_params
         self.is_warm_up = warms_up([new.req_id])
         self.has_token_ids = new.prompt_embeds is None  # for all of its tokens
-        self.limits = RequestLimits.of(new.sampling_params, new.prompt_len, max_model_len).frozen()
+        self.limits = RequestLimits.of(new.sampling_params, new.prompt_len, max_model_len, num_branches).frozen()
         if self.is_warm_up:  # it is two tokens long: kernels for drafts would not be warmed up
             self.limits = self.limits._replace(length_limit=max_model_len)
         self.num_first, self.last_token_id = len(new.prefill_token_ids), new.prefill_token_ids[-1]

@@ -54,10 +54,12 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     speculator.barrier, barrier.tally = barrier, speculator.tally
     runner.observability_config = observability_config = copy.copy(runner.observability_config)
     observability_config.cudagraph_metrics = True  # of each step, for metrics/steps.py
-    forces = any(forces_tokens(runner.speculative_config.plugin_config))
+    config = runner.speculative_config.plugin_config
+    forces = any(forces_tokens(config))
 
     def add(scheduler_output: Any) -> None:
-        slots, limits = runner.req_states.req_id_to_index, (runner.max_model_len, speculator.reads_tokens)
+        slots = runner.req_states.req_id_to_index
+        limits = runner.max_model_len, speculator.reads_tokens, config.num_branches
         requests = [Request(new, slots[new.req_id], *limits) for new in scheduler_output.scheduled_new_reqs]
         if requests:
             speculator.add(requests)
@@ -81,9 +83,9 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         map_all_logits(runner)
     if speculator.runs_target:
         learning.attach(runner, speculator)
-        config = runner.speculative_config.plugin_config  # compiled after the target, before graphs are recorded
+        # Compiled after the target, before graphs are recorded.
         runner.profile_run = both(runner.profile_run, lambda *_, **__: speculator.first_layers.compile(config))
-    if runner.speculative_config.plugin_config.common.verification == "fused":
+    if config.common.verification == "fused":
         verify.attach(runner)
     runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
     runner.profile_run = both(lambda *_, **__: memory.tell_buffers(runner, speculator), runner.profile_run)

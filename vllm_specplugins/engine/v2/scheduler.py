@@ -111,8 +111,9 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}  # of requests with structured output, a step ago
+        config = self.vllm_config.speculative_config.plugin_config
         # Drafts that branch are verified whole: nothing trims them later.
-        self._plans_whole = self.vllm_config.speculative_config.plugin_config.longest_chain > 0
+        self._plans_whole, self._num_branches = config.longest_chain > 0, config.num_branches
         has_graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         self._has_graphs = has_graphs and not self._plans_whole
         self._has_options = False  # whether any live request was added with some
@@ -176,4 +177,5 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def _limits_of(self, request: Any) -> RequestLimits:
         """The limits of the request's current turn: a session's limits change."""
-        return RequestLimits.of(request.sampling_params, request.num_prompt_tokens, self.max_model_len)
+        limits = request.num_prompt_tokens, self.max_model_len, self._num_branches
+        return RequestLimits.of(request.sampling_params, *limits)
