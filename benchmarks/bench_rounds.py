@@ -24,7 +24,7 @@ from vllm_specplugins.kernels.trees import walk
 from vllm_specplugins.kernels.trees.reference import ancestors
 
 from vllm_specplugins.config import EarlyExitConfig
-from vllm_specplugins.config.trees import chain_length, sibling_places
+from vllm_specplugins.config.trees import chain_length
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.tree import draft_tree
@@ -54,10 +54,7 @@ def rounds(base: BaseModel, proposer: Any, target: Target, text: list[int], num_
     flat = torch.stack(logits, dim=1).flatten(0, 1)
     each = torch.arange(OUTPUT).repeat_interleave(depth + 1)
     drawn = coupled_sample(flat, first[each] + torch.arange(depth + 1).repeat(OUTPUT), sampling.at(each))[rows]
-    after = in_rounds(
-        drawn, tokens, (parents, depths), flat, rows, grown.logits, first, sampling,
-        1 + max(turn for _, turn in sibling_places(num_nodes)),
-    )  # fmt: skip
+    after = in_rounds(drawn, tokens, (parents, depths), flat, rows, grown.logits, first, sampling)
     return walk(parents, tokens, after)[1] - 1
 
 

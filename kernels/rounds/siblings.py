@@ -10,26 +10,27 @@ from ..rejection import Sampling
 from ..rejection.drafts import cut
 from ..rejection.noise import RECOVERED_TOKEN, exponential, keys
 
+MAX_SIBLINGS = 8  # of a node; `sibling_places` has fewer
+
 
 def draw_siblings(
-    draft_logits: torch.Tensor,  # [N, V] of q, -inf where cut
-    first: torch.Tensor,  # [N] integer, drawn from q with the noise of the streams GROUP and TOKEN
-    positions: torch.Tensor,  # [N] int64
-    sampling: Sampling,  # of the nodes, [N] each; at temperature 0 the likeliest tokens are siblings
+    draft_logits: torch.Tensor,  # [..., V] of q, -inf where cut
+    first: torch.Tensor,  # [...] integer, drawn from q with the noise of the streams GROUP and TOKEN
+    positions: torch.Tensor,  # [...] int64
+    sampling: Sampling,  # of shapes that broadcast to [...]; at temperature 0 the likeliest tokens are siblings
     num_siblings: int,  # C, at most V
 ) -> torch.Tensor:
-    """Returns tokens [N, C] int64, drawn without replacement, of which `first` is the first. Verification must use
+    """Returns tokens [..., C] int64, drawn without replacement, of which `first` is the first. Verification must use
     other seeds.
 
     >>> sampling = Sampling(torch.zeros(1), torch.tensor([7]))
     >>> draw_siblings(torch.tensor([[0.0, 9.0, 8.0]]), torch.tensor([1]), torch.tensor([5]), sampling, 2)
     tensor([[1, 2]])
     """
-    temperature, first = sampling.temperature[:, None], first.long()[:, None]
-    tokens = torch.arange(draft_logits.shape[1], device=first.device)
-    noise = exponential(keys(sampling.seeds, positions, RECOVERED_TOKEN)[:, None], tokens)
-    scores = draft_logits.float().nan_to_num(-torch.inf) - temperature * noise.log()
-    return torch.cat((first, scores.scatter(1, first, -torch.inf).topk(num_siblings - 1, dim=1).indices), dim=1)
+    first, tokens = first.long()[..., None], torch.arange(draft_logits.shape[-1], device=first.device)
+    noise = exponential(keys(sampling.seeds, positions, RECOVERED_TOKEN)[..., None], tokens)
+    scores = draft_logits.float().nan_to_num(-torch.inf) - sampling.temperature[..., None] * noise.log()
+    return torch.cat((first, scores.scatter(-1, first, -torch.inf).topk(num_siblings - 1).indices), dim=-1)
 
 
 def try_siblings(
@@ -66,19 +67,18 @@ def in_rounds(
     draft_logits: torch.Tensor,  # [R, D, V], of q at each depth
     positions: torch.Tensor,  # [R] int64 of the tokens after the root
     sampling: Sampling,  # of the requests, [R] each
-    num_siblings: int,  # C, at most W
 ) -> torch.Tensor:
     """Returns `drawn` with the outcomes of rounds after nodes with children: only the first node of each depth below D
-    may have children, in the order in which they were drawn. Rows with temperature 0 stay unchanged."""
+    may have children, at most MAX_SIBLINGS, in the order in which they were drawn. Rows with temperature 0 stay
+    unchanged."""
     (parents, depths), (num_reqs, depth, _) = tree, draft_logits.shape
     steps, nodes = (torch.arange(size, device=drawn.device) for size in (depth, drawn.shape[1]))
     first = (depths[:, None] == steps[:, None]).int().argmax(dim=2)  # [R, D]
     is_child = (parents[:, None] == first[..., None]) & ((tokens >= 0) & (nodes > 0))[:, None]
-    order = torch.where(is_child, len(nodes) - nodes, 0).topk(num_siblings, dim=2)
+    order = torch.where(is_child, len(nodes) - nodes, 0).topk(min(MAX_SIBLINGS, len(nodes)), dim=2)
     siblings = tokens[:, None].expand(is_child.shape).gather(2, order.indices).masked_fill(order.values == 0, -1)
     logits, places = target_logits[rows.gather(1, first)].flatten(0, 1), (positions[:, None] + steps).flatten()
     of_nodes = sampling.at(torch.arange(num_reqs, device=drawn.device).repeat_interleave(depth))
     tried = try_siblings(logits, draft_logits.flatten(0, 1), siblings.flatten(0, 1), places, of_nodes)
-    at = depths.clamp(max=depth - 1)
-    decides = (first.gather(1, at) == nodes) & (siblings[..., 0] >= 0).gather(1, at) & (depths < depth)
-    return torch.where(decides & (sampling.temperature > 0)[:, None], tried.view_as(first).gather(1, at), drawn)
+    decides = (siblings[..., 0] >= 0) & (sampling.temperature > 0)[:, None]
+    return drawn.scatter(1, first, torch.where(decides, tried.view_as(first), drawn.gather(1, first)))

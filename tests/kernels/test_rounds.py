@@ -14,7 +14,10 @@ from vllm_specplugins.kernels.rejection.drafts import sample_with_q
 from vllm_specplugins.kernels.rejection.inputs import to_device
 from vllm_specplugins.kernels.rounds import reference
 from vllm_specplugins.kernels.rounds import siblings as of_nodes
-from vllm_specplugins.kernels.rounds.siblings import draw_siblings, try_siblings
+from vllm_specplugins.kernels.rounds.siblings import MAX_SIBLINGS, draw_siblings, try_siblings
+
+from vllm_specplugins.config.proposers import MAX_TREE
+from vllm_specplugins.config.trees import sibling_places
 
 once = pytest.mark.skipif(RUNS, reason="once is enough")
 NUM_DRAWS = 200_000
@@ -22,7 +25,10 @@ NUM_DRAWS = 200_000
 
 @once
 def test_docstrings() -> None:
+    """And trees that have no more siblings than are tried. Kills: siblings that are drafted in vain."""
     assert doctest.testmod(of_nodes).failed == 0
+    for num_nodes in range(1, MAX_TREE + 1):
+        assert sum(depth == 0 for depth, _ in sibling_places(num_nodes)) < MAX_SIBLINGS
 
 
 def law_of(p: torch.Tensor, q: torch.Tensor, num_siblings: int, monkeypatch: Any) -> torch.Tensor:

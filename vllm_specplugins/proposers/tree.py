@@ -52,15 +52,12 @@ def draft_tree(
 def _sampled_tree(proposer: ModelProposer, target: Target, num_nodes: int, branches: torch.Tensor) -> Tree:
     """A tree of the same shape for each request (kernels/rounds): the chain, and siblings of its tokens."""
     steps, places = proposer.draft_steps(target, chain_length(num_nodes)), sibling_places(num_nodes)
-    num_siblings = 1 + max(turn for _, turn in places)
     assert steps.logits is not None
-    (num_rows, length), device = steps.token_ids.shape, steps.token_ids.device
+    length, device = steps.token_ids.shape[1], steps.token_ids.device
     at_steps, nodes = (torch.arange(size, device=device) for size in (length, num_nodes))
-    sampling = Sampling(target.sampling.temperature, target.sampling.seeds)
-    siblings = draw_siblings(
-        steps.logits.flatten(0, 1), steps.token_ids.flatten(), (target.num_tokens[:, None] + at_steps).flatten(),
-        sampling.at(torch.arange(num_rows, device=device).repeat_interleave(length)), num_siblings,
-    ).view(num_rows, length, -1)  # fmt: skip
+    sampling = Sampling(target.sampling.temperature[:, None], target.sampling.seeds[:, None])
+    positions, num_siblings = target.num_tokens[:, None] + at_steps, sum(depth == 0 for depth, _ in places)
+    siblings = draw_siblings(steps.logits, steps.token_ids, positions, sampling, num_siblings)
     # Made of parts that are on the device, since a graph may record it.
     token_ids = torch.stack([siblings[:, depth, turn] for depth, turn in places], dim=1)
     above = torch.stack([nodes[places.index((depth - 1, 0)) + 1 if depth else 0] for depth, _ in places])

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.config.trees import chain_length, sibling_places
+from vllm_specplugins.config.trees import chain_length
 from vllm_specplugins.engine.hooks import both, wrap
 from vllm_specplugins.engine.v2.trees.attention import TreeAttentionImpl
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
@@ -37,8 +37,7 @@ class Trees:
         scheduler = vllm_config.scheduler_config
         self._num_slots = scheduler.max_num_seqs
         self._nodes = torch.arange(num_nodes + 1, device=device)
-        num_siblings = 1 + max(turn for _, turn in sibling_places(num_nodes))
-        self._rounds = chain_length(num_nodes), num_siblings  # of sampled drafts: depths and siblings
+        self._chain_length = chain_length(num_nodes)
         self.chain = self._nodes[None, :-1]  # parents, [1, W - 1], of nodes that follow each other
         # The last row is that of padding.
         tables = torch.zeros(4, self._num_slots + 1, num_nodes + 1, dtype=torch.int64, device=device)
@@ -179,12 +178,10 @@ class Trees:
         rows = rows.clamp(max=num_logits - 1)
         tokens = draft_token_ids.long()[rows].masked_fill(~is_node, -1)
         slots = idx_mapping.long()
-        after, parents = drawn[:, 0][rows], self._parents[slots]
+        after = drawn[:, 0][rows]
         if draft_logits is not None:
-            tree, q_logits = (parents, self._depths[slots]), draft_logits[slots, : self._rounds[0]]
-            after = in_rounds(
-                after, tokens, tree, logits, rows, q_logits, places[starts[:-1]], sampling.at(slots), self._rounds[1],
-            )  # fmt: skip
+            tree, q_logits = (self._parents[slots], self._depths[slots]), draft_logits[slots, : self._chain_length]
+            after = in_rounds(after, tokens, tree, logits, rows, q_logits, places[starts[:-1]], sampling.at(slots))
         return self.follow(slots, tokens, after)
 
     def follow(
