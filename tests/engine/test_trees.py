@@ -253,23 +253,6 @@ def test_seeded_samples(attention: None, engine: Any, prompts: Any, temperature:
         assert spec_metrics(llm)["accepted_tokens"] > before
 
 
-@on_v2
-@pytest.mark.long
-def test_rounds_emit_more(attention: None, engine: Any, prompts: Any) -> None:
-    """Tokens a step at temperature 1, beside coupled trees, which a play has at 1.09. Kills: siblings that are tried
-    with the noise or the place of others, and are right too rarely."""
-    lengths = []
-    for kind, method in ((exit_tree, "coupled"), (rounds_tree, "probabilistic")):
-        llm = engine(kind(15, 2, draft_sample_method=method))
-        before = spec_metrics(llm)
-        generate(llm, prompts * 12, [8], temperature=1.0, max_tokens=24)
-        after = spec_metrics(llm)
-        drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted_tokens"))
-        lengths.append(1 + accepted / drafts)
-    assert lengths[1] > 1.02 * lengths[0], lengths
-    print("tokens a step, coupled and in rounds:", lengths)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
