@@ -39,7 +39,8 @@ def commands() -> Iterator[str]:
     [choices] = [action.choices for action in root._actions if isinstance(action, argparse._SubParsersAction)]
     for name, command in choices.items():
         yield from (f"## `{name}`", "", " ".join((command.description or "").split()), "")
-        example, _, rest = " ".join((command.epilog or "").split()).removeprefix("Example: ").partition(". ")
+        epilog = (command.epilog or "") % {"prog": command.prog}
+        example, _, rest = " ".join(epilog.split()).removeprefix("Example: ").partition(". ")
         if example:
             yield from ("```bash", example, "```", "")
         if rest:
@@ -115,8 +116,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def page(name: str) -> str:
-    text = "\n".join(PAGES[name]()).rstrip() + "\n"
-    return text.replace("python -m vllm_specplugins", "vllm-specplugins")
+    return "\n".join(PAGES[name]()).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`python -m vllm_specplugins`: the command line. Parses arguments and imports nothing heavy before a command runs."""
+"""`vllm-specplugins`, or `python -m vllm_specplugins`: the command line. Parses arguments and imports nothing heavy
+before a command runs."""
 
 import argparse
 import math
@@ -6,15 +7,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from inspect import getdoc
+from pathlib import Path
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
 from vllm_specplugins.commands import COMMANDS, adder
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config.fields import error_text
 
+PROG = "python -m vllm_specplugins" if Path(sys.argv[0]).name == "__main__.py" else "vllm-specplugins"
 CLEAN_UP_S = 2.0  # after Ctrl-C; another one is ignored meanwhile
 
 
@@ -22,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports an error in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}.\n")
+        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ').rstrip('.')}.\n")
 
 
 def parser() -> Parser:
@@ -30,10 +34,11 @@ def parser() -> Parser:
     from vllm_specplugins.parsing import registered_methods
 
     commands = Parser(
-        prog="python -m vllm_specplugins",
+        prog=PROG,
         description="Tools for speculative decoding.",
         epilog=f"Methods of --speculative-config: {', '.join((*METHODS, *registered_methods()))}.",
     )
+    commands.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('vllm-specplugins')}")
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, _, add_arguments) in COMMANDS.items():
         words, _, example = (getdoc(add_arguments) or "").partition("\n\n")
@@ -54,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _interruptible():
             return int(run(args))
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:  # such as a full disk under standard output, or under temporary files
-        sys.stderr.write(f"error: {args.command} cannot go on ({error.strerror or type(error).__name__}).\n")
-        return 2
+        problem = str(error)
+    except (ImportError, OSError) as error:  # such as another vLLM, or a full disk under standard output
+        problem = f"{args.command} cannot go on ({getattr(error, 'strerror', None) or error_text(error)})."
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted.\n")
         return 130
+    sys.stderr.write(f"{PROG} {args.command}: error: {problem}\n")
+    return 2
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Commands of `python -m vllm_specplugins`: their arguments, help texts and modules. Heavy imports happen only when a
-command runs.
+"""Commands of `vllm-specplugins`: their arguments, help texts and modules. Heavy imports happen only when a command
+runs.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def dictionary(text: str) -> dict[str, Any]:
 def _train_exit_head(add: Add) -> None:
     """Train a norm and a head for some layers, so that they draft more like the whole model.
 
-    Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --dataset-path corpus/*.txt --out HEAD
+    Example: %(prog)s MODEL --exit-layer 8 --dataset-path corpus/*.txt --out HEAD
     """
     add("--exit-layer", "number of first layers that run before the head", layer)
     add(
@@ -99,7 +99,7 @@ def _train_exit_head(add: Add) -> None:
 def _train_jump(add: Add) -> None:
     """Train a jump, which predicts the final hidden state, so that a draft runs no layers.
 
-    Example: python -m vllm_specplugins train-jump MODEL --dataset-path corpus/*.txt --out HEAD
+    Example: %(prog)s MODEL --dataset-path corpus/*.txt --out HEAD
     """
     add("--early-layers", "number of layers that run for each token before the jump", whole(0, 10_000), 0)
     shown = "all layers, so that none runs after the jump"
@@ -113,7 +113,7 @@ def _train_jump(add: Add) -> None:
 def _train_look_ahead(add: Add) -> None:
     """Train look-ahead embeddings, with which an early exit drafts all tokens in one pass.
 
-    Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --dataset-path c/*.txt --out AHEAD
+    Example: %(prog)s MODEL --exit-layer 8 --dataset-path c/*.txt --out AHEAD
     """
     add("--exit-layer", "number of layers that they pass", layer, required=True)
     add("--exit-head", "a trained head for this layer", shown="the model's norm and head", metavar="DIR")
@@ -138,7 +138,7 @@ def _calibrate(add: Add) -> None:
     """Find the method, exit layer and number of draft tokens that serve a model fastest; or, with --layers, which
     layers draft best.
 
-    Example: python -m vllm_specplugins calibrate MODEL --dataset-path corpus/*.txt --output-json REPORT
+    Example: %(prog)s MODEL --dataset-path corpus/*.txt --output-json REPORT
     """
     _model(add)
     add("--data", DATA, Path, nargs="+", required=True)
@@ -156,7 +156,7 @@ def _calibrate(add: Add) -> None:
 def _verify_lossless(add: Add) -> None:
     """Compare sampled outputs, with and without speculation, with the exact distribution.
 
-    Example: python -m vllm_specplugins verify-lossless --method prompt_lookup early_exit
+    Example: %(prog)s --method prompt_lookup early_exit
     """
     add("--method", "names, or values of --speculative-config", shown="all methods", nargs="+", metavar="METHOD")
     add("--samples", "samples per test", whole(100, 10_000_000), 4000)
@@ -167,7 +167,7 @@ def _verify_lossless(add: Add) -> None:
 def _check(add: Add) -> None:
     """Run your proposer against a recorded engine, and report its violations, its gain and its cost.
 
-    Example: python -m vllm_specplugins check my_pkg.module:MyProposer. The exit code
+    Example: %(prog)s my_pkg.module:MyProposer. The exit code
     is 0 if nothing is violated, 1 if something is, and 2 if the proposer cannot run.
     """
     add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
@@ -178,7 +178,7 @@ def _check(add: Add) -> None:
 def _doctor(add: Add) -> None:
     """Check an installation, a configuration and a model without starting an engine.
 
-    Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. The exit code is
+    Example: %(prog)s --speculative-config '{"method":"prompt_lookup"}'. The exit code is
     0 if vLLM would serve it, 1 if not, and 2 if the arguments are wrong.
     """
     add("--speculative-config", "configuration to check", dictionary, shown="a ready one", metavar="JSON")
@@ -189,7 +189,7 @@ def _doctor(add: Add) -> None:
 def _build_store(add: Add) -> None:
     """Make a store for suffix_lookup from past outputs.
 
-    Example: python -m vllm_specplugins build-store --tokenizer MODEL --dataset-path logs/*.jsonl --out store.bin
+    Example: %(prog)s --tokenizer MODEL --dataset-path logs/*.jsonl --out store.bin
     """
     _model(add, "--tokenizer", required=True)
     add("--data", f"{DATA}; later texts stay longer", Path, nargs="+", required=True)
@@ -200,13 +200,13 @@ def _build_store(add: Add) -> None:
 def _bench(add: Add) -> None:
     """Measure how much faster methods serve a model on this machine, with engines that take turns.
 
-    Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads edit,chat
+    Example: %(prog)s --model MODEL --methods ngram,prompt_lookup --workloads edit,chat
     --max-concurrency 1,4
     """
     _model(add, "--model", " (default: the chat model that examples/chat_model.py makes)")
-    methods = "ngram,prompt_lookup,cascade"
+    methods = "ngram,prompt_lookup, and without --trace cascade"
     words = "names, names with K as in ngram:31, or values of --speculative-config"
-    add("--methods", words, default=[methods], shown=methods, nargs="+", metavar="METHOD")
+    add("--methods", words, shown=methods, nargs="+", metavar="METHOD")
     names = "edit, summary, maths, chat, retrieval, translation, extraction, agent"
     add("--workloads", names, listed(str.strip), shown="the first four, without --dataset-path")
     add("--data", DATA, Path, [], "none", nargs="+")
@@ -230,7 +230,7 @@ def _replay(add: Add) -> None:
     """Play recorded traffic with every proposer that reads token ids alone (no model, no GPU): how much would have been
     accepted, its cost, and the method to serve with.
 
-    Example: python -m vllm_specplugins replay --dataset-path trace.jsonl --tokenizer MODEL --max-concurrency 1,32
+    Example: %(prog)s --dataset-path trace.jsonl --tokenizer MODEL --max-concurrency 1,32
     """
     add("--data", DATA, Path, nargs="+", required=True)
     _model(add, "--tokenizer", "; for text")

@@ -115,7 +115,7 @@ def factored(folder: Path) -> None:
 # Of an exit head, or of a jump: what is done to the folder, and what the sentence says.
 REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no folder": ("exit_head", lambda folder: folder.rename(folder.parent / "away"), "No such file"),
-    "no config": ("exit_head", lambda folder: (folder / CONFIG_FILE).unlink(), "whose config.json is valid, not one"),
+    "no config": ("exit_head", lambda folder: (folder / CONFIG_FILE).unlink(), "with the config.json of a head, not"),
     "no JSON": ("exit_head", lambda folder: (folder / CONFIG_FILE).write_bytes(b"\xff{"), "JSON is malformed"),
     "a model's config": (
         "exit_head",

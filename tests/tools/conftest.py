@@ -94,7 +94,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """refused(arguments): the one sentence with which the command line refuses these."""
+    """refused(arguments): the one sentence with which the command line refuses these, after the command's name."""
     from vllm_specplugins.__main__ import main
 
     def refused(*arguments: object) -> str:
@@ -102,7 +102,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
             status = main([str(argument) for argument in arguments])
         except SystemExit as stop:
             status = int(stop.code or 0)
-        error = capsys.readouterr().err
+        name, _, error = capsys.readouterr().err.partition(": ")
+        assert name in ("vllm-specplugins", *(f"vllm-specplugins {word}" for word in arguments[:1]))
         assert status == 2 and error.startswith("error: ") and error.endswith(".\n") and error.count("\n") == 1
         return error
 

@@ -1,6 +1,7 @@
 """One reader for all commands: every form of text and traffic, and what is none."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_one_sentence(name: str, tmp_path: Path, capsys: Any, monkeypatch: pytes
     make, words = BAD[name]
     for command in commands(make(tmp_path / "bad.jsonl"), tmp_path):
         assert main(command) == 2
-        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        [error] = re.findall(r"^vllm-specplugins [a-z-]+: (error: .*)$", capsys.readouterr().err, re.MULTILINE)
         assert words in error and error.startswith("error: --data")
     assert not (tmp_path / "store.bin").exists()
 

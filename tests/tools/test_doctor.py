@@ -11,6 +11,7 @@ import pytest
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.harness.diagnosis import PROBLEM, diagnose
+from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import METHODS
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
@@ -42,11 +43,11 @@ def test_ready() -> None:
     found: dict[str, list[str]] = {}
     for finding in report["findings"]:
         found.setdefault(finding["name"], []).append(finding["value"])
-    assert found["draft"] == ["at most 3 tokens (num_speculative_tokens)"]
-    facts = "python", "torch", "vllm", "vllm-specplugins", "device", "seams", "patches that stay", "kernels"
+    assert found["draft"] == ["at most 3 tokens per request (num_speculative_tokens)"]
+    facts = "python", "torch", "vllm", "vllm-specplugins", "device", "vllm version", "replaced in vLLM", "kernels"
     assert {*facts} <= found.keys()
     assert found["runner"][0][:2] in ("V1", "V2") and found["scheduling"][0] in ("synchronous", "asynchronous")
-    assert found["plan"][0].startswith("drafts ") and "steps are scheduled " in found["plan"][0]
+    assert found["drafting"][0].startswith("drafts ") and "steps are scheduled " in found["drafting"][0]
     assert "LlamaForCausalLM" in found["model"][0]
     assert any("'eagle'" in value and "refused" in value for value in found["registered method"])
     assert any(value.startswith("repeat (") for value in found["registered method"])
@@ -101,6 +102,15 @@ def test_refused_with_a_model() -> None:
     assert json.loads(report["ready"]) == {"method": "prompt_lookup"}, "a ready value is one that is allowed"
 
 
+def test_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a traceback, or pages of names, with a vLLM that is not supported."""
+    monkeypatch.setattr(compat, "probe_installed", lambda: ("vllm/a.py: B is missing", "vllm/c.py: D is missing"))
+    monkeypatch.setitem(sys.modules, "vllm.config.speculative", None)
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", None)
+    [sentence] = [finding.value for finding in diagnose(None, str(DEMO_MODEL)) if finding.state == PROBLEM]
+    assert sentence.startswith("vllm/a.py: B is missing (and 1 more of ") and "without speculation" in sentence
+
+
 def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
     """Kills: "Ready to use" after a problem; a value that was not asked about, offered as if it were the verdict."""
     assert main(["doctor", "--speculative-config", '{"method":"prompt_lookup"}']) == 0
@@ -113,10 +123,10 @@ def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_question() -> None:
     status, report, error = doctor("--speculative-config", "{")
     assert (status, report) == (2, {})
-    assert error == "error: --speculative-config: must be a JSON object, not '{'.\n"
+    assert error == "python -m vllm_specplugins doctor: error: --speculative-config: must be a JSON object, not '{'.\n"
 
 
 def test_plugins_that_vllm_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     sentences = [finding.value for finding in diagnose(None, None) if finding.state == PROBLEM]
-    assert sentences == ["VLLM_PLUGINS must hold specplugins, not 'another' alone"]
+    assert sentences == ["VLLM_PLUGINS must include specplugins, not 'another' alone"]

@@ -64,6 +64,13 @@ REFUSED = {
         "--exit-layers must be integers from 1 to 2 for this model, not [1, 3]",
     ),
     "few tokens": ([*CALIBRATE, "--tokens", "9"], "--output-len must be at least 16 with --max-draft 8, not 9"),
+    "a part that is not there": (
+        [*CALIBRATE, "--also", '{"method": "jump", "head": "nowhere"}'],
+        "jump: head must be a folder with the config.json of a head, not one without it (No such file or directory)",
+    ),
+    "a log and a task": (["bench", "--trace", "DATA", "--workloads", "edit"], "--workloads and --dataset-path must be"),
+    "a rate without a log": (["bench", "--rate", "0.5"], "--rate and --drafter need --trace"),
+    "a log of text": (["bench", "--model", "MODEL", "--trace", "DATA"], "as token ids to be forced, not as text"),
     "no method": (["verify-lossless", "--method", "eagle"], "--method must be of prompt_lookup, suffix_lookup,"),
     "half of JSON": (["verify-lossless", "--method", '{"method":'], "--method must be names or JSON, not "),
     "no name": (["verify-lossless", "--method", '{"stages": []}'], "--method must name a method, "),
@@ -98,7 +105,18 @@ def test_missing_package(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(__main__, "find_spec", lambda module: None if module == name else real(module))
     assert main(CALIBRATE) == 2
     expected = f"error: calibrate needs {name}, which is not installed (pip install {name}).\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == f"vllm-specplugins calibrate: {expected}"
+
+
+def test_another_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: a traceback where vLLM has moved a name."""
+
+    def moved(name: str) -> Any:
+        raise ImportError("cannot import name 'LLM' from 'vllm'")
+
+    monkeypatch.setattr(__main__, "import_module", moved)
+    assert main(CALIBRATE) == 2
+    assert capsys.readouterr().err.endswith("calibrate cannot go on (cannot import name 'LLM' from 'vllm').\n")
 
 
 def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +129,9 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
     monkeypatch.setattr(__main__, "import_module", lambda name: SimpleNamespace(run=run))
     assert main(CALIBRATE) == 2
-    assert capsys.readouterr().err == "error: calibrate cannot go on (No space left on device).\n"
+    assert capsys.readouterr().err == (
+        "vllm-specplugins calibrate: error: calibrate cannot go on (No space left on device).\n"
+    )
 
 
 def test_a_report_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

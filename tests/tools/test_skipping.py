@@ -129,4 +129,4 @@ def test_command(
 
 def test_refused(tiny_model: Path, text_files: list[Path], capsys: Any) -> None:
     assert main(["calibrate", str(tiny_model), "--data", str(text_files[0]), *OPTIONS, "--layers", "1,3"]) == 2
-    assert capsys.readouterr().err == "error: --layers must be from 1 to 2 for this model, not [1, 3].\n"
+    assert "error: --layers must be from 1 to 2 for this model, not [1, 3].\n" in capsys.readouterr().err

@@ -9,14 +9,17 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.config import ConfigError, SpecConfig, brief
+from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.proposers.heads.exit_head import ExitHead
+from vllm_specplugins.proposers.heads.jump_head import JumpHead
 from vllm_specplugins.tools.base_model import BaseModel, load_config, load_tokenizer
 from vllm_specplugins.tools.bench.command import measure, num_prompts
 from vllm_specplugins.tools.bench.report import tell
 from vllm_specplugins.tools.bench.workloads import Workload
 from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
 from vllm_specplugins.tools.files import every_nth
-from vllm_specplugins.tools.picker import NONE, Config, pick
+from vllm_specplugins.tools.picker import NONE, Config, is_ours, pick
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_json, say, show_table
 from vllm_specplugins.tools.skipping import choose_layers
@@ -49,6 +52,8 @@ class ExitRow:
 def run(args: argparse.Namespace) -> int:
     methods = {name: config for name, config in pick(args.also, "--also").items() if config}
     check_json(args)
+    for config in filter(is_ours, methods.values()):  # before minutes of work
+        _check_parts(parse_config(config))
     args.batch, args.temperature, args.ignore_eos = [1], [0.0], False
     args.trace, args.rate, args.load_format = None, [], None
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}
@@ -65,6 +70,14 @@ def run(args: argparse.Namespace) -> int:
         report = measure(args, {NONE: None, **configs(best, methods)}, [workload], bars, together=False)
     show(rows, best)
     return tell(args, report, {"exits": [asdict(row) for row in rows]})
+
+
+def _check_parts(config: SpecConfig) -> None:
+    """Raises ConfigError if the folder of a trained part holds none."""
+    for part in config.parts:
+        for field, kind in (("head", JumpHead), ("exit_head", ExitHead)):
+            if (folder := getattr(part.method_config, field, None)) is not None:
+                kind.read_config(folder)
 
 
 def pick_prompts(args: argparse.Namespace) -> Workload:

@@ -25,7 +25,7 @@ READY = {"method": "prompt_lookup"}
 
 UNTRAINED = (
     "expect little of a model that was not trained to exit early: `calibrate` measures which exit_layer pays, if any, "
-    "`calibrate --layers` finds layers that draft better, and `train-exit-head` trains an exit_head"
+    "`calibrate --layers` chooses layers that draft better, and `train-exit-head` trains an exit_head"
 )
 
 
@@ -41,10 +41,12 @@ class Finding:
 def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
     """All findings about a value of --speculative-config (None: READY) and a checkpoint, in the report's order."""
     asked = dict(READY if raw is None else raw)
-    checked = list(_configuration(asked, model))
-    findings = [*_versions(), *_plugin(), *_registered(), _device(), *_seams(), *checked]
-    if checked[0].state != PROBLEM:
-        findings += _runner(asked, model)
+    findings = [*_versions(), *_plugin(), _device(), *_vllm_names()]
+    if not compat.probe_installed():  # another vLLM may fail anywhere
+        checked = list(_configuration(asked, model))
+        findings += [*_registered(), *checked]
+        if checked[0].state != PROBLEM:
+            findings += _runner(asked, model)
     return [*findings, _kernels()]
 
 
@@ -62,9 +64,11 @@ def _versions() -> Iterator[Finding]:
 
 
 def _has_triton() -> bool:
-    from vllm.triton_utils import HAS_TRITON
+    with suppress(ImportError):  # of a vLLM that is not supported
+        from vllm.triton_utils import HAS_TRITON
 
-    return bool(HAS_TRITON)
+        return bool(HAS_TRITON)
+    return True
 
 
 def _version(name: str) -> str | None:
@@ -75,13 +79,12 @@ def _version(name: str) -> str | None:
 
 def _plugin() -> Iterator[Finding]:
     if not any(point.value.startswith("vllm_specplugins:") for point in entry_points(group="vllm.general_plugins")):
-        yield Finding(
-            "plugin", "vLLM does not see the package; install it with pip, a path alone is not enough", PROBLEM
-        )
+        words = "vLLM finds no entry point of this package: install it with pip, PYTHONPATH alone is not enough"
+        yield Finding("plugin", words, PROBLEM)
     elif os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
         yield Finding("plugin", "VLLM_SPECPLUGINS_DISABLE switches it off", PROBLEM)
     elif (wanted := os.environ.get("VLLM_PLUGINS")) is not None and "specplugins" not in wanted.split(","):
-        yield Finding("plugin", f"VLLM_PLUGINS must hold specplugins, not {wanted!r} alone", PROBLEM)
+        yield Finding("plugin", f"VLLM_PLUGINS must include specplugins, not {wanted!r} alone", PROBLEM)
     else:
         yield Finding("plugin", "vLLM loads it")
 
@@ -102,14 +105,16 @@ def _device() -> Finding:
     return Finding("device", f"CPU with {os.cpu_count()} cores; no GPU that torch can use")
 
 
-def _seams() -> Iterator[Finding]:
-    problems = compat.probe_installed()
-    for problem in problems:
-        yield Finding("seam", f"{problem}; vLLM would serve without speculation", PROBLEM)
-    if not problems:
-        yield Finding("seams", f"all {sum(map(len, compat.names().values()))} names of vLLM that we touch are there")
-    patches = sorted(name for record in compat.replaced() if record.kind == "patch" for name in record.names)
-    yield Finding("patches that stay", ", ".join(patches))
+def _vllm_names() -> Iterator[Finding]:
+    problems, wanted = compat.probe_installed(), sum(map(len, compat.names().values()))
+    if problems:
+        more = f" (and {len(problems) - 1} more of {wanted} names)" if len(problems) > 1 else ""
+        words = f"{problems[0]}{more}; vLLM would serve without speculation"
+        yield Finding("vllm version", words, PROBLEM)
+    else:
+        yield Finding("vllm version", f"supported: it has all {wanted} internal names that the plugin uses")
+    patches = {name for record in compat.replaced() if record.kind == "patch" for name in record.names}
+    yield Finding("replaced in vLLM", f"{len(patches)} functions, once a method of this package is selected")
 
 
 def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
@@ -122,14 +127,14 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
         raw = requested(SimpleNamespace(speculative_config=asked, **arguments))
         if raw is None and (name not in METHODS or "model" in asked):
             check_names(asked, [entry.name for entry in fields(SpeculativeConfig)], str(name))
-            yield Finding("configuration", f"{name} is a method of vLLM, which serves it without us", ADVICE)
+            yield Finding("configuration", f"{name} is a method of vLLM, which serves it without this package", ADVICE)
             return
         config = parse_config(asked if raw is None else raw)
     except ConfigError as error:
         yield Finding("configuration", str(error), PROBLEM)
         return
-    without = "" if model else "; with --model it is held against the model, too"
-    yield Finding("configuration", f"{name}: every field is allowed{without}")
+    without = "" if model else "; with --model MODEL it is checked for that model, too"
+    yield Finding("configuration", f"{name}: all fields are valid{without}")
     if any(
         isinstance(part.method_config, EarlyExitConfig) and part.method_config.exit_head is None
         for part in config.parts
@@ -141,7 +146,7 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
     from vllm.engine.arg_utils import EngineArgs
 
     if model is None:
-        yield Finding("runner", "depends on the model, and so does the scheduling: name one with --model")
+        yield Finding("runner", "V1 or V2, and the scheduling, depend on the model: name one with --model")
         return
     install()
     try:
@@ -150,20 +155,20 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
         yield Finding("model", shorten(str(error), 400, placeholder=" ...") or type(error).__name__, PROBLEM)
         return
     yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
-    yield Finding("draft", f"at most {config.num_speculative_tokens} tokens (num_speculative_tokens)")
+    yield Finding("draft", f"at most {config.num_speculative_tokens} tokens per request (num_speculative_tokens)")
     unsupported = ", ".join(config._get_v2_model_runner_unsupported_features())
     why = "" if config.use_v2_model_runner or not unsupported else f"; V2 does not support {unsupported}"
     yield Finding("runner", f"{'V2' if config.use_v2_model_runner else 'V1'}{why}")
     yield Finding("scheduling", "asynchronous" if config.scheduler_config.async_scheduling else "synchronous")
     if (plan := getattr(config.speculative_config, "plan", None)) is not None:
-        yield Finding("plan", f"{plan}" if plan.on_device else f"{plan} On the host: {plan.host_reason}.")
+        yield Finding("drafting", f"{plan}" if plan.on_device else f"{plan} On the host: {plan.host_reason}.")
 
 
 def _kernels() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("kernels", "no GPU: the reference verifies, and its compiled loops on a CPU; nothing to check")
+        return Finding("kernels", "not checked, as there is no GPU: a CPU verifies drafts with compiled reference code")
     from vllm_specplugins.kernels.self_check import Shapes, check_device
 
     model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16}
@@ -172,5 +177,5 @@ def _kernels() -> Finding:
     findings = [finding for shapes in (lookup, part) for finding in check_device(torch.device("cuda"), shapes)]
     differing = [f"{name}: {problem}" for name, problem in findings if problem]
     if differing:
-        return Finding("kernels", f"fused kernels are not as their references here ({'; '.join(differing)})", PROBLEM)
-    return Finding("kernels", "the fused kernels agree with their references on this device")
+        return Finding("kernels", f"they differ from their references on this GPU ({'; '.join(differing)})", PROBLEM)
+    return Finding("kernels", "they agree with their references on this GPU")

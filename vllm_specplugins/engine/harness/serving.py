@@ -38,7 +38,7 @@ def serving_engine(
 ) -> EngineProcess:
     """Runs an engine with a method. It first sends its Machine. After Traffic it answers each GO_ON with the number of
     tokens so far, or with a Turn once everything is served."""
-    blame = f"{name} must be a method that vLLM can serve this model with"
+    blame = f"vLLM cannot serve this model with {name}"
     return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config, forced)
 
 

@@ -95,8 +95,8 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         try:
             return msgspec.json.decode((Path(folder) / CONFIG_FILE).read_bytes(), type=cls.Config)
         except (OSError, msgspec.MsgspecError, RecursionError) as error:
-            given = f"one where it is not ({error_text(error)})"
-            cls.refuse(folder, f"a {cls.noun}'s folder, whose {CONFIG_FILE} is valid", given)
+            why = getattr(error, "strerror", None) or error_text(error)
+            cls.refuse(folder, f"a folder with the {CONFIG_FILE} of a {cls.noun}", f"one without it ({why})")
 
     @classmethod
     def refuse(cls, folder: str | Path, wanted: str, given: str) -> NoReturn:

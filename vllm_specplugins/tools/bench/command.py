@@ -23,6 +23,7 @@ from vllm_specplugins.tools.picker import NONE, Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_json
 
+LOOKUPS = ["ngram", "prompt_lookup"]
 TOKENS = 64  # length limit of an output
 MAX_OPEN = 256  # requests at a time where they arrive at a rate
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
@@ -31,7 +32,11 @@ Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if speculation changed an output."""
-    configs = pick_methods(args.methods)
+    if not args.trace and (args.rate or args.drafter):
+        raise ConfigError("--rate and --drafter need --trace.")
+    if args.trace and (args.workloads or args.data):
+        raise ConfigError("--workloads and --dataset-path must be left out with --trace: the log is the workload.")
+    configs = pick_methods(args.methods or (LOOKUPS if args.trace else [*LOOKUPS, "cascade"]))
     if not args.model and not (CHAT_MODEL / "config.json").is_file():
         raise ConfigError(
             f"--model must name a model, or {CHAT_MODEL} must hold the chat model, which `python "
@@ -40,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or str(CHAT_MODEL)
     check_json(args)
     workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
-    if not args.trace and (args.rate or args.drafter):
-        raise ConfigError("--rate and --drafter need --trace.")
     log = workloads[0].log
     args.tokens = args.tokens or (max(map(len, log.outputs)) if log else TOKENS)
     with progress() as bars:
