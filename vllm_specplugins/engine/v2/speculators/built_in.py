@@ -113,7 +113,7 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
     """Creates vLLM's speculator so that it reports each token's acceptance probability, from a head (dspark) or from
     vLLM's estimator, which reads the draft's logits. draft_model reports none: it has no graphs, and the estimator
     would need a launch per token. vLLM reports probabilities only under adaptive verification, so the factory alone
-    sees that setting, and our gate trims the drafts. The estimator does not learn from outcomes, since the verified
+    sees that setting, and our gate trims the drafts. The estimator ignores outcomes, since the verified
     tokens often come from another stage; the gate's records do.
     """
     alone = for_built_in(vllm_config)
