@@ -229,7 +229,7 @@ def test_steps_that_stay_slower_are_believed() -> None:
     """Fails if every step that takes three times what others took is left out for ever."""
     costs = StepCosts()
     for step in range(40):
-        costs.add(20.0 if step < 20 else 100.0, 0.0, 0, 1)
+        costs.add(1, 20.0 if step < 20 else 100.0, 0.0, 0, 1)
     assert costs.mean_ms == pytest.approx(100.0)
 
 
@@ -239,7 +239,7 @@ def test_step_costs_are_found() -> None:
     for step in range(400):
         num_draft = rng.randrange(7)
         hiccup = 500.0 if step % 50 == 49 else 0.0
-        costs.add(40 + 1.5 * num_draft + rng.gauss(0, 0.5) + hiccup, 0.0, num_draft, 1)
+        costs.add(1, 40 + 1.5 * num_draft + rng.gauss(0, 0.5) + hiccup, 0.0, num_draft, 1)
     assert costs.slope_ms == pytest.approx(1.5, abs=0.4)
     assert costs.mean_ms == pytest.approx(44.5, abs=2)
 
@@ -250,10 +250,23 @@ def test_bent_costs_are_found() -> None:
     rng, costs = random.Random(4), StepCosts()
     for _ in range(400):
         num_draft = rng.randrange(9)
-        costs.add(40 + 3.0 * max(0, num_draft - 4) + rng.gauss(0, 0.5), 0.0, num_draft, 1)
+        costs.add(1, 40 + 3.0 * max(0, num_draft - 4) + rng.gauss(0, 0.5), 0.0, num_draft, 1)
     found = costs.tokens_ms(16)
     assert (np.diff(found) >= 0).all() and found[2] < 0.5 and found[6] == pytest.approx(3.0, abs=0.5)
     assert found[12] == pytest.approx(3.0, abs=0.7), "after what was measured"
+
+
+@pytest.mark.parametrize("lengths", [(0, 7), (5, 7)])
+def test_step_costs_while_the_load_changes(lengths: tuple[int, int]) -> None:
+    """Requests that each take 0.25 ms of attention beside their draft tokens end one by one, twice, and then more come.
+    Fails if the time of their attention counts as that of their draft tokens (a slope of 0.07), or if drafts that grow
+    while steps become shorter look free (a slope of 0)."""
+    rng, costs = random.Random(4), StepCosts(127)
+    for num_reqs in [*range(127, 64, -1), *range(127, 64, -1), *range(64, 127)]:
+        num_draft = sum(rng.randint(*lengths) for _ in range(num_reqs)) + (num_reqs if num_reqs < 90 else 0)
+        ms = (6 + 0.25 * num_reqs + 0.018 * num_draft) * rng.lognormvariate(0, 0.01)
+        costs.add(num_reqs, ms, 0.0, num_draft, num_reqs)
+    assert costs.slope_ms == pytest.approx(0.018, rel=0.3)
 
 
 def test_first_step_of_a_size_is_forgotten() -> None:

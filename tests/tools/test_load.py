@@ -1,4 +1,4 @@
-"""The gate under load, on recorded text at an H100's step costs."""
+"""The gate under load, on fixed text at an H100's step costs."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def speeds(kind: str, batch: int, costs: CostTable, draft_us: float) -> list[flo
     return [always / plain, gated / plain]
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("prose", 1), ("code", 4), ("code", 128)])
+@pytest.mark.parametrize(("kind", "batch"), [("prose", 1), ("code", 4), ("agents", 16), ("code", 128)])
 def test_gate_under_load(kind: str, batch: int) -> None:
     """Never slower than without drafts, and within 5 % of the better of drafting all and nothing. Fails if a token's
     price is guessed to grow with the batch (SHARED_SLOPE alone: 0.47 of the best with 128 requests), if the gate never

@@ -1,47 +1,53 @@
-"""Traffic of three kinds for `replay`, made from files of this installation; no model has a part in it.
+"""Makes traffic of three kinds for `replay` from fixed text, without a model.
 
     python tests/traces/make.py --out FOLDER [--seed 0] [--requests 60] [--kinds code,agents,prose]
 
 code: a file and a change that is asked for; the answer is the changed file. agents: sessions in which an assistant
 lists folders, reads files, patches them and runs tests, four at a time; a request is a turn, its prompt all before it.
-prose: a part of a README or a licence of an installed package; the answer is how it goes on. The same seed
-gives the same traffic on the same installation, in ids of the demo model's tokenizer.
+prose: a part of a page of documentation; the answer is how it goes on. texts.json.xz holds the text: source files and
+pages of this project as they once were, which no later change of the project touches. The same seed gives the same
+traffic on every machine, in ids of the demo model's tokenizer.
 """
 
 import argparse
 import json
+import lzma
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 
 from agents import sessions
 from edits import edited
-from library import library_files
 from tokenizers import Tokenizer
 
+TEXTS = Path(__file__).parent / "texts.json.xz"
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
-CODE_CHARACTERS = (1_500, 8_000)  # of a file that is edited
 PROSE_CHARACTERS = (600, 1_600)  # of a prompt, and of its answer at most
 AT_A_TIME = 4  # sessions of agents
 Pair = tuple[str, str]
 
 
+def texts(suffix: str) -> list[tuple[str, str]]:
+    """(path, text) of the fixed files with this suffix, by path."""
+    return [
+        (path, text) for path, text in json.loads(lzma.decompress(TEXTS.read_bytes())).items() if path.endswith(suffix)
+    ]
+
+
 def code(rng: random.Random) -> Iterator[Pair]:
-    """(file and change, changed file)."""
-    texts = [text for _, text in library_files() if CODE_CHARACTERS[0] <= len(text) <= CODE_CHARACTERS[1]]
-    rng.shuffle(texts)
-    for text in texts:
-        change, after = edited(text, rng)
-        yield f"{change}\nAnswer with the whole file.\n\n```python\n{text}```\n", f"```python\n{after}```\n"
+    """(file and change, changed file), endlessly; a file comes back after all others, with another change."""
+    files = [text for _, text in texts(".py")]
+    while True:
+        for text in rng.sample(files, len(files)):
+            change, after = edited(text, rng)
+            yield f"{change}\nAnswer with the whole file.\n\n```python\n{text}```\n", f"```python\n{after}```\n"
 
 
 def agents(rng: random.Random, at_a_time: int = AT_A_TIME) -> Iterator[Pair]:
     """(session so far, what the assistant does next), of so many sessions in turns, which did not begin together."""
-    files = [(source, text) for source, text in library_files() if len(text) <= CODE_CHARACTERS[1]]
-    made = sessions(files, rng)
+    made = sessions(texts(".py"), rng)
     running = [turns[rng.randrange(len(turns)) :] for turns in islice(made, at_a_time)]
     for place in cycle(range(at_a_time)):
         running[place] = running[place] or next(made)
@@ -49,23 +55,13 @@ def agents(rng: random.Random, at_a_time: int = AT_A_TIME) -> Iterator[Pair]:
 
 
 def prose(rng: random.Random) -> Iterator[Pair]:
-    """(a beginning, how it goes on), no text twice."""
-    folders = Path(sysconfig.get_path("purelib")).glob("*.dist-info")
-    files = [path for folder in folders for path in (folder / "METADATA", *folder.rglob("LICENSE*")) if path.is_file()]
-    texts = {_prose(path) for path in files}
-    found = sorted(text for text in texts if len(text) > 2 * PROSE_CHARACTERS[0])
-    rng.shuffle(found)
-    for text in found:
-        start = rng.randrange(len(text) - PROSE_CHARACTERS[0])
-        middle = start + PROSE_CHARACTERS[0]
-        if len(answer := text[middle : middle + PROSE_CHARACTERS[1]]) >= PROSE_CHARACTERS[0]:
-            yield text[start:middle], answer
-
-
-def _prose(file: Path) -> str:
-    """A licence, or a README, which is what stands behind the header of metadata."""
-    text = file.read_text(errors="ignore")
-    return text.partition("\n\n")[2] if file.name == "METADATA" else text
+    """(a beginning, how it goes on), endlessly; a page comes back after all others, from another place."""
+    pages = [text for _, text in texts(".md")]
+    while True:
+        for text in rng.sample(pages, len(pages)):
+            start = rng.randrange(len(text) - 2 * PROSE_CHARACTERS[0])
+            middle = start + PROSE_CHARACTERS[0]
+            yield text[start:middle], text[middle : middle + PROSE_CHARACTERS[1]]
 
 
 KINDS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {"code": code, "agents": agents, "prose": prose}

@@ -3,6 +3,9 @@ ms must gain.
 
     ms = base + slope * draft tokens,    slope = (covariation + w * first slope) / (variation + w)
 
+A step's draft tokens are compared with those of mean length, and its time with that of as many requests: requests that
+end take both their attention and their drafts with them.
+
 StepTimes (step_times.py) has a table by length, since the scheduler gives all requests one length. The gate's lengths
 differ by request, so a batch may have any number of draft tokens, and a line through all steps needs fewer steps to
 price a token. (With that table instead of the line, recorded texts played as fast on average, but up to 2.7 % slower at
@@ -25,6 +28,7 @@ FIRST_SLOPE = 0.05  # steps that one more draft token takes, before it is known
 SHARED_SLOPE = 0.02  # the same for several requests: their steps are longer
 TOKEN_SHARE = 0.32  # of the time per request: from 16 requests on, the first slope is at most this
 SLOPE_WEIGHT = 1.0  # w, in squared draft tokens of a request
+FEW_REQS = 4  # above it, w grows with the number of requests, below with its square
 FIRST_WEIGHT = 8.0  # steps, at most, that other numbers of requests count for a new one
 LONGER = 1.35  # times as long a draft may be with each step that is known
 FREE_LONGER, SHARED_FREE_LONGER = 1.6, 4.0  # the same where drafting is free: for one request, for several
@@ -44,24 +48,28 @@ class StepCosts:
     weight: float = 0.0  # decayed number of steps
     mean_ms: float = 0.0  # without drafting
     mean_drafting_ms: float = 0.0
-    mean_draft: float = 0.0
+    mean_length: float = 0.0  # draft tokens of a request
     mean_emitted: float = 0.0
-    variation: float = 0.0  # sum of squares of the draft tokens about their mean
+    mean_reqs: float = 0.0
+    variation: float = 0.0  # sum of squares of the draft tokens about those of mean length
     covariation: float = 0.0  # with the time
+    reqs_variation: float = 0.0  # the same of the number of requests
+    reqs_covariation: float = 0.0
     num_outliers: int = 0  # in a row, so far
     # By bucket of the number of draft tokens: their mean, the mean time, and the number of steps.
     buckets: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
-    def add(self, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
+    def add(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         """Learns from a step: its time without drafting, the time of drafting before it, its draft tokens and its new
         tokens."""
-        off_ms, off_draft = ms - self.mean_ms, num_draft - self.mean_draft
+        off_ms, off_reqs = ms - self.mean_ms, num_reqs - self.mean_reqs
+        off_draft = num_draft - num_reqs * self.mean_length
         expected_ms = self.mean_ms + self.slope_ms * max(0.0, off_draft)
         self.num_outliers = self.num_outliers + 1 if self.weight and ms > OUTLIER_RATIO * expected_ms else 0
         if 0 < self.num_outliers <= MAX_OUTLIERS:
             return
         if self.num_outliers or ms * OUTLIER_RATIO < expected_ms:  # steps became slower, or were held up before
-            self.weight = self.variation = self.covariation = 0.0
+            self.weight = self.variation = self.covariation = self.reqs_variation = self.reqs_covariation = 0.0
             self.num_outliers = 0
             self.buckets.clear()
         bucket = size_of(1 + num_draft)[1]
@@ -70,13 +78,17 @@ class StepCosts:
         mean_draft, mean_ms = mean_draft + share * (num_draft - mean_draft), mean_ms + share * (ms - mean_ms)
         self.buckets[bucket] = mean_draft, mean_ms, count + 1
         usual_ms, limit_ms = self.slope_ms * off_draft, MAX_STEP_BLAME * self.mean_ms
-        drafts_ms = usual_ms + min(max(off_ms - usual_ms, -limit_ms), limit_ms)
+        surprise_ms = off_ms - self.request_ms * off_reqs - usual_ms
+        drafts_ms = usual_ms + min(max(surprise_ms, -limit_ms), limit_ms)
         self.weight = self.weight * COST_DECAY + 1
         share = 1 / self.weight
         self.mean_ms += share * off_ms
-        self.mean_draft += share * off_draft
+        self.mean_reqs += share * off_reqs
+        self.mean_length += share * off_draft / num_reqs
         self.mean_drafting_ms += share * (drafting_ms - self.mean_drafting_ms)
         self.mean_emitted += share * (num_emitted - self.mean_emitted)
+        self.reqs_variation = COST_DECAY * self.reqs_variation + (1 - share) * off_reqs * off_reqs
+        self.reqs_covariation = COST_DECAY * self.reqs_covariation + (1 - share) * off_reqs * (off_ms - usual_ms)
         # Steps that all verify as many tokens say nothing about the slope, and so erase nothing of its record.
         square = (1 - share) * off_draft * off_draft
         memory = max(MIN_MEMORY, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
@@ -103,8 +115,14 @@ class StepCosts:
     def slope_ms(self) -> float:
         """The time to verify one more draft token; it is never negative."""
         first = (FIRST_SLOPE if self.num_reqs == 1 else min(SHARED_SLOPE, TOKEN_SHARE / self.num_reqs)) * self.mean_ms
-        weight = SLOPE_WEIGHT * self.num_reqs**2
+        weight = SLOPE_WEIGHT * self.num_reqs * min(self.num_reqs, FEW_REQS)
         return max(0.0, (self.covariation + weight * first) / (self.variation + weight))
+
+    @property
+    def request_ms(self) -> float:
+        """The time that one more request adds, with a draft of the mean length; at most its share of a step."""
+        share_ms = self.mean_ms / max(1.0, self.mean_reqs)
+        return min(max(0.0, self.reqs_covariation / (self.reqs_variation + 1)), share_ms)
 
     def tokens_ms(self, max_num_draft: int) -> Floats:
         """Returns [K], the time that each further token adds to a step of one request: the line's value, corrected by
@@ -112,7 +130,7 @@ class StepCosts:
         if not self.buckets:  # known from other numbers of requests alone
             return np.full(max_num_draft, self.slope_ms)
         lengths = np.arange(max_num_draft + 1)
-        line = self.mean_ms + self.slope_ms * (lengths - self.mean_draft)
+        line = self.mean_ms + self.slope_ms * (lengths - self.mean_length)
         places, ms, counts = np.array(sorted(self.buckets.values())).T
         off = (ms - np.interp(places, lengths, line)) * counts / (counts + BEND_WEIGHT)
         weights = np.where(lengths[:-1] < places[-1], 1.0, BEYOND_WEIGHT)
@@ -122,7 +140,7 @@ class StepCosts:
     @property
     def plain_ms(self) -> float:
         """The time of a step without drafts: the line's value, but at least half of the mean."""
-        return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
+        return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_reqs * self.mean_length)
 
     def max_length(self, is_free: bool) -> int:
         """Returns the longest draft to try so far, depending on whether drafting is free."""
@@ -164,7 +182,7 @@ class LoadCosts:
         costs = self.of(num_reqs, num_context)
         if costs is None:
             costs = self.by_load[_load(num_reqs, num_context)] = StepCosts(num_reqs)
-        costs.add(*step)
+        costs.add(num_reqs, *step)
 
 
 def _load(num_reqs: int, num_context: int) -> tuple[int, int]:
