@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cases import NUM_TOKENS, STRESS, check_ends, early_exit, generate
 from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, long, spec_metrics
 from parts import medusa, write_head
@@ -69,6 +71,37 @@ def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, kind: A
     assert spec_metrics(llm)["preemptions"] > 0
     check_ends(llm, prompts, expected)
     assert not TAPES or min(map(replays, (runner(llm).cudagraph_manager, runner(llm).speculator._graphs_of[N]))) > 0
+
+
+def test_a_step_without_drafts_is_causal() -> None:
+    """After a step with trees, too. Kills: the masks of an earlier step where a graph of prompts, which
+    `cudagraph_mode` FULL records, reads masks without drafts."""
+    from vllm_specplugins.engine.v2.trees.state import Trees
+
+    scheduler = SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=16)
+    trees = Trees(SimpleNamespace(scheduler_config=scheduler), 3, torch.device("cpu"))
+    slots, places = torch.tensor([0, 0, 0, 0]), torch.arange(4)
+    trees.put(slots[:1], torch.tensor([[0, 0, 1]]))
+    facts = {"expanded_idx_mapping": slots, "expanded_local_pos": places, "logits_indices": places, "num_reqs": 1}
+    lengths = {"cu_num_logits": torch.tensor([0, 4]), "seq_lens": torch.tensor([9]), "positions": places + 5}
+    step = SimpleNamespace(**facts, **lengths, num_draft_tokens=3)
+    trees._prepare(lambda batch: None, step)
+    assert trees.bits[:4].tolist() == [1, 3, 5, 11] and trees.masks
+    step.num_draft_tokens = 0
+    trees._prepare(lambda batch: None, step)
+    assert trees.bits.tolist() == [-1] * 16 and not trees.masks
+
+
+def test_outputs_are_not_quantised() -> None:
+    """Kills: a scale of FP8 weights that vLLM's compiler hands to attention, where a tree's would ignore it."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    from vllm_specplugins.engine.v2.trees.attention import TreeAttentionImpl
+
+    impl = TreeAttentionImpl(2, 16, 1.0, 2, None, None, "auto")
+    assert not impl.fused_output_quant_supported(kFp8StaticTensorSym)
+    with pytest.raises(ConfigError, match="a sliding window"):
+        TreeAttentionImpl(2, 16, 1.0, 2, None, None, "auto", chunk_lookback=1)
 
 
 @on_v2
@@ -270,13 +303,16 @@ def test_refusals(arguments: dict[str, Any], words: str, monkeypatch: pytest.Mon
     are served where outputs may not depend on the batch."""
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if RUNNER == "v1":
         arguments, words = {}, "tree must be left out on Model Runner V1"
     args = EngineArgs(model=str(DEMO_MODEL), speculative_config=exit_tree(), enforce_eager=True, **arguments)
     if not words:
+        args.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
         config = args.create_engine_config()
         assert config.attention_config.backend.name == "CUSTOM"
+        assert args.attention_config.backend is AttentionBackendEnum.TRITON_ATTN, "the caller's"
         monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
         with pytest.raises(ConfigError, match="tree must be left out with VLLM_BATCH_INVARIANT"):
             check_trees(config)

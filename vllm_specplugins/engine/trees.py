@@ -1,5 +1,6 @@
 """The requirements of draft trees, checked before an engine loads anything, and the name of their attention backend."""
 
+from copy import copy
 from typing import Any
 
 from vllm import envs
@@ -27,9 +28,10 @@ def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
             f"{config.method}: attention_backend must be {_BASE} or left out with {_word(config)}, not {others[0]!r}."
         )
     register()
+    attention_config = copy(engine_args.attention_config)  # the caller may use it for other engines
     if asked[1] is not None:
-        engine_args.attention_config.backend = None
-    return {"attention_backend": AttentionBackendEnum[_NAME]}
+        attention_config.backend = None
+    return {"attention_backend": AttentionBackendEnum[_NAME], "attention_config": attention_config}
 
 
 def _word(config: SpecConfig) -> str:
@@ -47,7 +49,8 @@ def check_trees(vllm_config: VllmConfig) -> None:
         raise ConfigError(f"{method}: {word} must be left out on Model Runner V1, which has no attention for trees.")
     kinds = {
         "multi-head latent attention": model.use_mla,
-        "a sliding window": getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True),
+        "a sliding window": model.rswa_window is not None
+        or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)),
         "a quantised KV cache": vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
         "LoRA": vllm_config.lora_config is not None,
         "a KV connector": vllm_config.kv_transfer_config is not None,

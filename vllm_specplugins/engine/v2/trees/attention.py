@@ -18,7 +18,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for name, has_any in {
-            "a sliding window": self.sliding_window != (-1, -1),
+            "a sliding window": self.sliding_window != (-1, -1) or self.chunk_lookback != -1,
             "ALiBi": self.alibi_slopes is not None,
             "attention sinks": self.sinks is not None,
             "soft-capped attention": bool(self.logits_soft_cap),
@@ -27,6 +27,10 @@ class TreeAttentionImpl(TritonAttentionImpl):
         }.items():
             if has_any:
                 raise ConfigError(f"tree must be left out for a model with {name}.")
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """False: trees attend without a scale of the output, which vLLM's compiler would pass for FP8 weights."""
+        return False
 
     def forward(
         self,

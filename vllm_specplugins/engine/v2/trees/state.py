@@ -107,12 +107,13 @@ class Trees:
 
     def _prepare(self, prepare: Any, input_batch: Any) -> Any:
         """Lets vLLM compute KV slots from positions by index, then sets positions by depth until the step samples."""
-        prepared = prepare(input_batch)
+        prepared, had_tree = prepare(input_batch), self._step is not None
         self._step, self.masks = None, input_batch.num_draft_tokens > 0 and not self.is_off
+        if self.masks or had_tree:  # a graph of prompts reads masks in a step without drafts, too
+            self.bits.fill_(-1)
         if self.masks:
             self._step, rows = input_batch, input_batch.logits_indices
             states, local = input_batch.expanded_idx_mapping.long(), input_batch.expanded_local_pos.long()
-            self.bits.fill_(-1)
             self.bits[rows] = self._ancestors[states, local]
             num_reqs, num_logits = input_batch.num_reqs, input_batch.cu_num_logits.diff()
             self.first[:num_reqs] = input_batch.seq_lens[:num_reqs] - num_logits
