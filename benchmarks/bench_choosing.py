@@ -51,8 +51,8 @@ class Oracle(Proposer):
         self._lookup, self._width = PromptLookup(PromptLookupConfig(), context), context.max_num_draft
         self._draft = Draft.empty(0)
 
-    def needs_offer(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """Chooses the drafts of this step; returns whether the drafter runs for them."""
+    def offer_length(self, batch: DraftBatch, num_accepted: Int32Array) -> int:
+        """Chooses the drafts of this step; returns how many tokens the drafter drafts for them."""
         texts, limits = batch.token_ids, batch.max_num_draft.astype(np.int64)
         truth = np.full((batch.num_reqs, self._width), -1, np.int32)
         for row, name, text in zip(truth, batch.request_ids, texts, strict=True):
@@ -62,12 +62,13 @@ class Oracle(Proposer):
         offered, limits = truth.copy(), np.minimum(limits, self._drafter.num_draft)
         offered[:, : self._drafter.num_draft] = self._drafter.draft(self._traffic, batch.request_ids, texts)
         more = np.maximum(np.minimum(num_right(offered, truth), limits) - copied, 0)
-        saved_ms = self._drafter.step_ms(batch.num_reqs, True) - self._drafter.step_ms(batch.num_reqs, False)
+        K = self._drafter.num_draft
+        saved_ms = self._drafter.step_ms(batch.num_reqs, K) - self._drafter.step_ms(batch.num_reqs, 0)
         asks = bool(more.sum() > self._rate * saved_ms)
         is_offered = asks & (more > 0)
         token_ids = np.where(is_offered[:, None], offered, np.maximum(truth, 0))
         self._draft = Draft(token_ids, np.where(is_offered, limits, copied).astype(np.int32))
-        return asks
+        return K if asks else 0
 
     def propose(self, batch: DraftBatch) -> Draft:
         return self._draft

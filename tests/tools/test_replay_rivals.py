@@ -95,7 +95,7 @@ def test_drafter_by_hand() -> None:
     assert (totals.steps, totals.drafted, totals.accepted, totals.emitted) == (2, 6, 4, 6)
     assert totals.step_ms == pytest.approx(2 * (10 + 3 * 0.5))
     assert totals.drafting_ms == pytest.approx(3 * (2.0 + 3 * 0.1))
-    assert DRAFTER.step_ms(4, True) == pytest.approx(3.2) and DRAFTER.step_ms(4, False) == pytest.approx(3.2 / 3)
+    assert [DRAFTER.step_ms(4, length) for length in (3, 2, 1, 0)] == pytest.approx([3.2, 6.4 / 3, 3.2 / 3, 3.2 / 3])
 
 
 def log_of(tmp_path: Path, name: str = "made.jsonl") -> Path:

@@ -13,26 +13,29 @@ class BuiltIn(Proposer):
     since the drafter's KV cache has to hold all tokens. Its drafts come with the batch, with acceptance probabilities
     if it has any."""
 
-    is_needed = True  # whether this step may use its drafts
+    share = 1.0  # of its passes after the first one, in this step
 
     def __init__(self, config: BuiltInConfig, context: ProposerContext):
         self._max_num_draft = context.max_num_draft
-        self._ms = {True: 0.0, False: 0.0}  # of the last step in which it was needed, and was not
+        self._all_ms = self._first_ms = 0.0  # of all passes in a step, and of the first one
 
     def took(self, offer: Offer) -> float:
         """Records the time of this drafting, in ms."""
-        self._ms[self.is_needed] = offer.ms
+        if self.share == 1:
+            self._all_ms = offer.ms
+        else:
+            self._first_ms += offer.ms - (self._all_ms - self.spared_ms)
         return offer.ms
 
     @property
     def saved_ms(self) -> float:
         """The time that a step saves if the stage drafts nothing."""
-        return max(0.0, self._ms[True] - self._ms[False])
+        return max(0.0, self._all_ms - self._first_ms)
 
     @property
     def spared_ms(self) -> float:
         """The time that this step saved."""
-        return 0.0 if self.is_needed else self.saved_ms
+        return (1 - self.share) * self.saved_ms
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
         """Drafts as Stage.draft does; it continues a prefix only if its draft begins with it."""

@@ -141,27 +141,28 @@ class Cascade:
             if guard is not self.offer_guard:
                 guard.begin_step()
 
-    def needs_offer(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """Returns whether this step needs a draft of the engine's drafter, before that drafter runs. It does not while
-        all requests copy: each had a draft at least twice as long as that stage's K, fully accepted, which ended with
-        another stage's token. It also does not if the first stage is a lookup, and the drafter is expected to gain less
-        beside the lookup's drafts than its run costs (Gate.spares). The drafter then only reads the step's tokens."""
+    def offer_length(self, batch: DraftBatch, num_accepted: Int32Array) -> int:
+        """Returns how many tokens the engine's drafter drafts in this step, before it runs; at 0 it only reads the
+        step's tokens. The length is 0 while all requests copy: each had a draft at least twice as long as that stage's
+        K, fully accepted, which ended with another stage's token. If the first stage is a lookup, the gate chooses the
+        length by the drafter's expected gain beside the lookup's drafts (Gate.offer_length)."""
         stage = self._offered
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
-            return True
-        rows = self._rows_of(batch)
-        copies = self._tracker.copied(rows, num_accepted, stage.index, 2 * stage.max_num_draft)
-        stage.proposer.is_needed = not copies and not self._spares(self._gate, stage, batch, rows)
-        return bool(stage.proposer.is_needed)
+            return self._context.max_num_draft
+        K, rows = stage.max_num_draft, self._rows_of(batch)
+        copies = self._tracker.copied(rows, num_accepted, stage.index, 2 * K)
+        length = 0 if copies else self._paying_length(self._gate, stage, batch, rows)
+        stage.proposer.share = min(1.0, max(0, length - 1) / (K - 1) if K > 1 else length)
+        return length
 
-    def _spares(self, gate: Gate, offered: Stage, batch: DraftBatch, rows: Ints) -> bool:
+    def _paying_length(self, gate: Gate, offered: Stage, batch: DraftBatch, rows: Ints) -> int:
         lookup, max_draft = self._stages[0], _max_draft(batch)
         if len(self._stages) != 2 or not lookup.method.is_lookup:
-            return False
+            return offered.max_num_draft
         self._begin_step()
         drafts = lookup.draft_ahead(batch, lookup.limits(batch, max_draft))
         limits = offered.limits(batch, max_draft)
-        return gate.spares(rows, drafts, offered.index, limits, offered.proposer.saved_ms)
+        return gate.offer_length(rows, drafts, offered.index, limits, offered.max_num_draft, offered.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that uses the target's layers, with the largest work of a step."""

@@ -33,7 +33,7 @@ FEW_CALLS = 10  # after which a stage's time is an average of many
 MIN_CALLS = 3  # before which a stage's time may be a hiccup, and does not limit trials
 EMPTY_ANSWERS = 8  # in a row, after which the gate asks a stage on the host only now and then
 GOOD_ACCEPTANCE = 0.75  # probability for text that suits a stage, whatever the record of other text says
-RUN_MARGIN = 2.0  # a stage may bring this times its expected gain: a lookup continues its tokens, too
+RUN_MARGIN = 1.5  # a stage may bring this times its expected gain: a lookup continues its tokens, too
 CUTS, TRIALS, POLLS, SKIPS = range(4)  # for which the gate counts the steps since the last trial, by stage
 
 
@@ -129,22 +129,27 @@ class Gate:
         keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
         return keep, more
 
-    def spares(self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, saved_ms: float) -> bool:
-        """Returns whether a step skips a stage that runs for all requests at once, before its draft is known. The step
-        skips it if RUN_MARGIN times its expected gain beside the given drafts is less than the number of tokens that
-        the engine emits in the time of a run, `saved_ms`. The stage always runs while few of its tokens were tried, and
-        occasionally, as EXPLORE_SHARE allows. `max_more` [R] limits the stage's tokens."""
+    def offer_length(
+        self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, max_length: int, saved_ms: float
+    ) -> int:
+        """Returns the number of tokens of a stage that runs for all requests at once, before its draft is known. It has
+        the largest difference between RUN_MARGIN times the expected gain beside the given drafts and the number of
+        tokens that the engine emits in the time of the passes after the first one, `saved_ms` for all `max_length`. The
+        stage drafts all of them while few of its tokens were tried, and after many steps without any, as EXPLORE_SHARE
+        allows. `max_more` [R] limits its tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
-            return False
+            return max_length
         _, prices = self._prices(costs, len(rows))
         tokens = rated(drafts), stage, max_more, prices, self._tracker.continued(stage)
-        gain = _gain(rows, *tokens, self._tracker.state)
-        quiet = self._quiet[stage, SKIPS] + 1
-        max_quiet = max(EXPLORE_EVERY, _steps_between(saved_ms, costs))
-        is_spared = RUN_MARGIN * gain <= costs.tokens_per_ms * saved_ms and quiet <= max_quiet
-        self._quiet[stage, SKIPS] = quiet if is_spared else 0
-        return is_spared
+        gains = _gains_by_length(rows, *tokens, self._tracker.state, max_length)
+        passes = np.arange(len(gains)) / (len(gains) - 1)
+        net = RUN_MARGIN * gains - costs.tokens_per_ms * saved_ms * passes
+        best, quiet = int(net.argmax()), self._quiet[stage, SKIPS] + 1
+        if quiet > max(EXPLORE_EVERY, _steps_between(saved_ms, costs)):
+            best = len(gains) - 1
+        self._quiet[stage, SKIPS] = 0 if best else quiet
+        return max_length + 1 - len(gains) + best if best else 0
 
     def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
         """Returns the break-even rate, and at it the price in tokens of verifying each further draft token, [K]."""
@@ -226,17 +231,20 @@ def _gains(
     return length
 
 
-@compiled(types.float64(Ints, DraftsType, types.int64, Ints, _Prices, types.float64, StateType))
-def _gain(rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, continued: float, state: Any) -> float:
-    """Returns the tokens that a stage is expected to gain beyond the drafts, for all requests, before it drafts."""
-    alone, after = np.empty((2, len(prices) + 1))
-    confidence, gain = FIRST_CONFIDENCE + np.arange(len(prices)), 0.0
+@compiled(_Prices(Ints, DraftsType, types.int64, Ints, _Prices, types.float64, StateType, types.int64))
+def _gains_by_length(
+    rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, continued: float, state: Any, max_length: int
+) -> Any:
+    """Returns the tokens that a stage is expected to gain beyond the drafts, for all requests, before it drafts: 0 for
+    no token, and then those of each length from 2 on, or from 1 if that is all."""
+    first, (alone, after) = min(2, max_length), np.empty((2, len(prices) + 1))
+    confidence, gains = FIRST_CONFIDENCE + np.arange(len(prices)), np.zeros(max_length + 2 - first)
     for index in range(len(rows)):
-        _gains(
-            rows[index], index, drafts, stage, confidence, max_more[index], 0, prices, continued, state, alone, after
-        )
-        gain += max(0.0, alone[-1] - after[0])
-    return gain
+        for length in range(first, max_length + 1):
+            limit = min(length, max_more[index])
+            _gains(rows[index], index, drafts, stage, confidence, limit, 0, prices, continued, state, alone, after)
+            gains[length + 1 - first] += max(0.0, alone[-1] - after[0])
+    return gains
 
 
 @compiled(

@@ -55,19 +55,19 @@ class BuiltInDrafter:
         sampled_token_ids: list[list[int]],
         *step: Any,
     ) -> Offer | None:
-        """Drafts for a batch of these rows. Returns None after a failure, or if a request of the batch is too long. If
-        its drafts are not needed, a drafter that runs once per draft token only reads the step's tokens. `step`: the
-        arguments of `propose_draft_token_ids` after the sampled tokens."""
+        """Drafts for a batch of these rows. Returns None after a failure, or if a request of the batch is too long. The
+        cascade chooses the number of tokens for a drafter that runs once per token. `step`: the arguments of
+        `propose_draft_token_ids` after the sampled tokens."""
         max_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
         has_prompt = scheduler_output.total_num_scheduled_tokens > max_decoded
-        is_needed = partial(self._cascade.needs_offer, batch, num_accepted)
-        work = partial(self._draft, is_needed, rows, scheduler_output, sampled_token_ids, *step)
+        length = partial(self._cascade.offer_length, batch, num_accepted)
+        work = partial(self._draft, length, rows, scheduler_output, sampled_token_ids, *step)
         offer: Offer | None = self._cascade.offer_guard.call_in_engine(work, is_timed=not has_prompt)
         return offer
 
     def _draft(
         self,
-        is_needed: Callable[[], bool],
+        length: Callable[[], int],
         rows: Sequence[int],
         scheduler_output: Any,
         sampled_token_ids: list[list[int]],
@@ -76,7 +76,7 @@ class BuiltInDrafter:
         *tensors, common, slot_mappings = step
         if self._max_len is not None and common.max_seq_len + self._runner.num_spec_tokens > self._max_len:
             return None
-        num_tokens = 0 if self._runs_by_token and not is_needed() else self._num_tokens
+        num_tokens = min(length(), self._num_tokens) if self._runs_by_token else self._num_tokens
         start = time.perf_counter()
         width = max(1, *map(len, sampled_token_ids))
         padded = np.array([tokens + [-1] * (width - len(tokens)) for tokens in sampled_token_ids], np.int32)

@@ -63,9 +63,9 @@ class Drafter:
         stages = [{"method": "prompt_lookup"}, stage]
         return {"method": "cascade", "stages": stages, "num_speculative_tokens": LOOKUP_LENGTH}
 
-    def step_ms(self, num_reqs: int, drafts: bool) -> float:
-        """Time of a step in ms; if the drafter only reads the newest tokens, the time of one of its K passes."""
-        return (self.ms + self.token_ms * self.num_draft * num_reqs) / (1 if drafts else self.num_draft)
+    def step_ms(self, num_reqs: int, length: int) -> float:
+        """ms of a step in which it drafts so many tokens; if it only reads the newest ones, those of one pass."""
+        return (self.ms / self.num_draft + self.token_ms * num_reqs) * max(1, length)
 
     def draft(self, traffic: Traffic, request_ids: Sequence[str], texts: Sequence[Int32Array]) -> Int32Array:
         """[num_reqs, K]: for each text the tokens that the target would accept, followed by wrong ones."""

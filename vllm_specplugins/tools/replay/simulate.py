@@ -205,11 +205,13 @@ class _Engine:
         self, barrier: FaultBarrier, drafter: Drafter, batch: DraftBatch, feedback: Feedback
     ) -> tuple[DraftBatch, Feedback]:
         """Batch and feedback after the drafter has run, as in an engine; its time is a part of the step."""
-        asks = getattr(barrier.proposer, "needs_offer", None)  # not of a rival
-        is_needed = asks is None or asks(batch, feedback.num_accepted)
-        self._drafter_ms = drafter.step_ms(batch.num_reqs, is_needed)
+        chooses = getattr(barrier.proposer, "offer_length", None)  # not of a rival
+        length = drafter.num_draft
+        if chooses is not None:
+            length = min(length, chooses(batch, feedback.num_accepted))
+        self._drafter_ms = drafter.step_ms(batch.num_reqs, length)
         token_ids = drafter.draft(self._traffic, batch.request_ids, batch.token_ids)
-        offer = Offer(token_ids[:, : None if is_needed else 0], self._drafter_ms)
+        offer = Offer(token_ids[:, :length], self._drafter_ms)
         if feedback.step_ms is not None:
             feedback = replace(feedback, step_ms=feedback.step_ms + self._drafter_ms)
         return replace(batch, offer=offer), feedback
