@@ -159,6 +159,14 @@ def test_sizes() -> None:
     assert lengths_of_functions()[-1] <= 60
 
 
+def test_no_traceback_in_logs() -> None:
+    """Fails if code logs a traceback other than at the debug level (isolation/faults.py), or to an engine's log file
+    (engine/harness/process.py); `cause_text` gives the sentence."""
+    wanted = {"vllm_specplugins/isolation/faults.py", "vllm_specplugins/engine/harness/process.py"}
+    tracebacks = re.compile(r"logger\.exception\(|exc_info|\btraceback\.\w+\(")
+    assert {path.relative_to(ROOT).as_posix() for path in PRODUCT if tracebacks.search(path.read_text())} == wanted
+
+
 def test_words() -> None:
     """Fails if pronouns come back in the place of the field's nouns."""
     assert num_vague_words() <= 80

@@ -14,6 +14,7 @@ from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.faults import cause_text
 from vllm_specplugins.methods import behind_gate, build_proposer, forces_tokens
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ class _WithProposer:
             for _, stage in self._stages() if hasattr(self, "_reporter") else ():
                 if is_ours(stage, "close"):
                     stage.close()
-        except Exception:
-            logger.exception("The files of proposers cannot be saved.")
+        except Exception as error:
+            logger.error("The files of proposers cannot be saved (%s).", cause_text(error))
         finally:
             super().shutdown()  # type: ignore[misc]
 

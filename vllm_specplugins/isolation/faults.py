@@ -106,10 +106,11 @@ def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception as text for the log. Its `__str__` is the proposer's code and may raise."""
+    """An exception as one line for the log. Its `__str__` is the proposer's code and may raise."""
     try:
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("the proposer's traceback:\n%s", traceback.format_exc())
-        return f"{type(error).__name__}: {error}"[:LONGEST_CAUSE]
+            logger.debug("The traceback:\n%s", traceback.format_exc())
+        first_line = f"{error}".strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line}"[:LONGEST_CAUSE]
     except BaseException:
         return "an exception that cannot be shown"

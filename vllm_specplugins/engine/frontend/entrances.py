@@ -15,6 +15,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm_specplugins.engine.frontend.options import OptionsResolver, Resolved
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.export import port_of
+from vllm_specplugins.isolation.faults import cause_text
 from vllm_specplugins.methods import has_tenants
 from vllm_specplugins.request_options import REFERENCE, TENANT, Options, flat_options, read_options
 from vllm_specplugins.structures.suffix.store_file import tenant_of
@@ -39,10 +40,9 @@ class EngineOptions(OptionsResolver):
         try:
             mine = self.resolved(params)
             return dict(mine.extra_args["specplugins"])
-        except VLLMValidationError as error:
-            self._log_once("options", f"Options that bypassed vLLM's Python front end are left out: {error}")
-        except Exception:
-            logger.exception("Options that bypassed vLLM's Python front end are left out.")
+        except Exception as error:
+            cause = str(error) if isinstance(error, VLLMValidationError) else f"{cause_text(error)}."
+            self._log_once(type(error).__name__, f"Options that bypassed vLLM's Python front end are left out: {cause}")
         return {}
 
     def _read(self, raw: Any, flat: Options) -> Options:

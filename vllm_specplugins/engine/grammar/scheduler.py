@@ -11,6 +11,7 @@ from vllm_specplugins.config import methods_of, stage_names
 from vllm_specplugins.engine.emitted import NEVER, CountsEmitted, attach_forced
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
+from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -65,9 +66,10 @@ class GrammarScheduler(CountsEmitted, Scheduler):
         try:
             grammar = request.structured_output_request.grammar
             tokens = forced.after(grammar, draft[start:], min(room, max_num), request)
-        except Exception:  # a client's grammar may cost only the client's drafts
+        except Exception as error:  # a client's grammar may cost only the client's drafts
             if not self._has_failed:
-                logger.exception("grammar: drafts nothing in this step; later failures are not logged.")
+                words = "grammar: drafts nothing in this step (%s); later failures are not logged."
+                logger.error(words, cause_text(error))
             self._has_failed = True
             return
         if tokens:

@@ -16,6 +16,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.names import FORMER, HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
+from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -51,9 +52,9 @@ class Exporter:
                 for show in self._of(engine, series):
                     for each in value if isinstance(value, list) else (value,):
                         show(each)
-        except Exception:
+        except Exception as error:
             if not self._has_failed:
-                logger.exception("A report of the metrics cannot be shown; requests go on.")
+                logger.error("A report of the metrics cannot be shown (%s); requests go on.", cause_text(error))
             self._has_failed = True
 
     def _of(self, engine: int, series: str) -> list[Callable[[float], None]]:

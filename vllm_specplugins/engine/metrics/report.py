@@ -17,6 +17,7 @@ from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.engine.metrics.names import COUNTS, GAUGES, HEALTH, REPORT, SEPARATOR, key
 from vllm_specplugins.engine.metrics.steps import DRAFTING, StepTotals
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -81,9 +82,9 @@ class Reporter:
             return output
         try:
             return self._attached(output, is_last)
-        except Exception:
+        except Exception as error:
             self._has_failed = True
-            logger.exception("Our metrics are not reported any more; requests go on.")
+            logger.error("Our metrics are not reported any more (%s); requests go on.", cause_text(error))
             return output
 
     def _attached(self, output: Any, is_last: bool) -> Any:

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from vllm_specplugins.engine.metrics.names import SEPARATOR, TABLE, key
+from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -64,9 +65,9 @@ class StepWatch:
         try:
             for step in steps * (not self._has_failed):
                 self._count(step, counts, times)
-        except Exception:
+        except Exception as error:
             self._has_failed = True
-            logger.exception("Steps are not counted any more; requests go on.")
+            logger.error("Steps are not counted any more (%s); requests go on.", cause_text(error))
         return {**counts, **times}
 
     def _count(self, step: Any, counts: dict[str, float], times: dict[str, list[float]]) -> None:

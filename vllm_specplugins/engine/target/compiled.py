@@ -14,6 +14,8 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
+from vllm_specplugins.isolation.faults import cause_text
+
 logger = logging.getLogger("vllm.specplugins")
 
 
@@ -28,9 +30,7 @@ def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[...,
     try:
         return _compile(cut, tag, takes_states)
     except Exception as error:
-        sentence = str(error).strip().partition("\n")[0]
-        words = "Drafting: %s stays eager, for it does not compile (%s: %s)."
-        logger.warning(words, tag, type(error).__name__, sentence, exc_info=logger.isEnabledFor(logging.DEBUG))
+        logger.warning("Drafting: %s stays eager, for it does not compile (%s).", tag, cause_text(error))
         return forward
 
 
