@@ -20,7 +20,8 @@ BEGINNING = """# Configuration
 <!-- Written by docs/configuration.py; edit the docstrings in vllm_specplugins/config/ instead. -->
 
 `--speculative-config` (JSON) and `LLM(speculative_config=...)` (a dictionary) take these fields. Sizes are
-integers, in bytes; the first of several values is the default. A wrong value is refused before the engine starts, in one sentence.
+integers, in bytes. Of several values, the first is the default. A wrong value stops the start with one sentence that
+names the field and the allowed values.
 """
 REQUESTS = """## Options of one request
 

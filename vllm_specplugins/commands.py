@@ -90,23 +90,25 @@ def _train_exit_head(add: Add) -> None:
     add("--exit-layer", "number of first layers that run before the head", layer)
     add(
         "--layers",
-        "instead, the layers that run before the head, counted from 0, for example 0,1,4",
+        "alternatively, the indices of the layers that run before the head, for example 0,1,4",
         listed(whole(0, 9_999)),
     )
     _training(add)
 
 
 def _train_jump(add: Add) -> None:
-    """Train a jump, which predicts the final hidden state, so that a draft runs no layers.
+    """Train a jump, which predicts the final hidden state, so that drafting runs no layers.
 
     Example: %(prog)s MODEL --dataset-path corpus/*.txt --out HEAD
     """
     add("--early-layers", "number of layers that run for each token before the jump", whole(0, 10_000), 0)
-    shown = "all layers, so that none runs after the jump"
+    shown = "the number of layers, so that none runs after the jump"
     add("--late-layer", "index of the first layer that runs after the jump", whole(0, 10_000), shown=shown)
     add("--inner-size", "inner size of the part", whole(1, 1_000_000), shown="4 times the hidden size")
     add("--num-draft", "number of consecutive draft tokens to train for", whole(1, 64), 3)
-    add("--resume", "folder of a part to continue from, such as one that learned", shown="none", metavar="DIR")
+    add(
+        "--resume", "folder of a part to continue from, for example one that `learn` saved", shown="none", metavar="DIR"
+    )
     _training(add)
 
 
@@ -115,7 +117,7 @@ def _train_look_ahead(add: Add) -> None:
 
     Example: %(prog)s MODEL --exit-layer 8 --dataset-path c/*.txt --out AHEAD
     """
-    add("--exit-layer", "number of layers that they pass", layer, required=True)
+    add("--exit-layer", "number of first layers through which they run", layer, required=True)
     add("--exit-head", "a trained head for this layer", shown="the model's norm and head", metavar="DIR")
     add("--num-draft", "number of tokens that one pass drafts", whole(2, 64), 4)
     _training(add)
@@ -125,36 +127,39 @@ def _training(add: Add) -> None:
     _model(add)
     add("--data", DATA, Path, nargs="+", required=True)
     add("--out", "new folder of the part", Path, required=True)
-    add("--steps", "optimizer steps", count, 1000)
+    add("--steps", "number of optimizer steps", count, 1000)
     add("--batch-tokens", "tokens per step", whole(16, 10_000_000), 4096)
     add("--row-tokens", "tokens per row", whole(16, 1_000_000), 512)
     add("--learning-rate", "highest learning rate", share, 1e-3)
     add("--heldout", "share of rows to hold out for the score", share, 0.05)
     add("--device", "device to train on", shown="cuda if there is a GPU", choices=("cpu", "cuda"))
-    add("--seed", "seed of the order of the rows", whole(0, 2**31), 0)
+    add("--seed", "seed for the order of the rows", whole(0, 2**31), 0)
 
 
 def _calibrate(add: Add) -> None:
-    """Find the method, exit layer and number of draft tokens that serve a model fastest; or, with --layers, which
-    layers draft best.
+    """Find the method, exit layer and number of draft tokens that serve a model fastest or, with --layers, the layers
+    that draft best.
 
     Example: %(prog)s MODEL --dataset-path corpus/*.txt --output-json REPORT
     """
     _model(add)
     add("--data", DATA, Path, nargs="+", required=True)
-    add("--exit-layers", "as in 1,2,4", listed(layer), shown="all but the last")
-    words = "find which layers to draft with, for these numbers of layers, as in 16,24; resumes from --output-json"
+    add("--exit-layers", "exit layers to measure, for example 1,2,4", listed(layer), shown="all but the last")
+    words = "find the best sets of these numbers of layers, for example 16,24; continues the search in --output-json"
     add("--layers", words, listed(layer))
-    add("--exits", "number of the best exits to serve", whole(1, 64), 2)
-    also, words = "prompt_lookup,suffix_lookup,cascade", "other methods to serve, in the form of `bench`, or none"
+    add("--exits", "how many of the best exits to serve", whole(1, 64), 2)
+    also, words = (
+        "prompt_lookup,suffix_lookup,cascade",
+        "other methods to serve, in the form of `bench --methods`, or none",
+    )
     add("--also", words, default=[also], shown=also, nargs="+", metavar="METHOD")
     add("--max-draft", "longest draft of an exit", whole(1, 64), 8, metavar="K")
-    add("--enforce-eager", "serve without CUDA graphs, if you serve so later", bool)
+    add("--enforce-eager", "serve without CUDA graphs; use it if your server does", bool)
     _measuring(add, rounds=3, prompts=8, tokens=96)
 
 
 def _verify_lossless(add: Add) -> None:
-    """Compare sampled outputs, with and without speculation, with the exact distribution.
+    """Compare outputs that are sampled with and without speculation with the exact distribution.
 
     Example: %(prog)s --method prompt_lookup early_exit
     """
@@ -165,23 +170,23 @@ def _verify_lossless(add: Add) -> None:
 
 
 def _check(add: Add) -> None:
-    """Run your proposer against a recorded engine, and report its violations, its gain and its cost.
+    """Run your proposer against a recorded engine, and report rule violations, gain and cost.
 
     Example: %(prog)s my_pkg.module:MyProposer. The exit code
-    is 0 if nothing is violated, 1 if something is, and 2 if the proposer cannot run.
+    is 0 without violations, 1 with violations, and 2 if the proposer cannot run.
     """
     add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
     add("--options", "options of the proposer", dictionary, {}, metavar="JSON")
-    add("--time-budget-ms", "time limit of a step", whole(1, 60_000), 1000)
+    add("--time-budget-ms", "time limit per step", whole(1, 60_000), 1000)
 
 
 def _doctor(add: Add) -> None:
     """Check an installation, a configuration and a model without starting an engine.
 
     Example: %(prog)s --speculative-config '{"method":"prompt_lookup"}'. The exit code is
-    0 if vLLM would serve it, 1 if not, and 2 if the arguments are wrong.
+    0 if vLLM would serve the configuration, 1 if not, and 2 if the arguments are wrong.
     """
-    add("--speculative-config", "configuration to check", dictionary, shown="a ready one", metavar="JSON")
+    add("--speculative-config", "configuration to check", dictionary, shown="an example", metavar="JSON")
     _model(add, "--model")
     add("--json", "print the findings as JSON", bool)
 
@@ -192,13 +197,18 @@ def _build_store(add: Add) -> None:
     Example: %(prog)s --tokenizer MODEL --dataset-path logs/*.jsonl --out store.bin
     """
     _model(add, "--tokenizer", required=True)
-    add("--data", f"{DATA}; later texts stay longer", Path, nargs="+", required=True)
+    add("--data", f"{DATA}; when the store is full, later texts stay", Path, nargs="+", required=True)
     add("--out", "file of the store, for the field store_path", Path, required=True)
-    add("--cache-salt", "cache_salt of the requests that may use it", shown="requests without one", metavar="SALT")
+    add(
+        "--cache-salt",
+        "the `cache_salt` of the requests that may use the store",
+        shown="requests without one",
+        metavar="SALT",
+    )
 
 
 def _bench(add: Add) -> None:
-    """Measure how much faster methods serve a model on this machine, with engines that take turns.
+    """Measure the speed-up of methods for a model on this machine, with engines that take turns.
 
     Example: %(prog)s --model MODEL --methods ngram,prompt_lookup --workloads edit,chat
     --max-concurrency 1,4
@@ -212,35 +222,33 @@ def _bench(add: Add) -> None:
     add("--data", DATA, Path, [], "none", nargs="+")
     add("--batch", "numbers of concurrent requests, for example 1,4", listed(whole(1, 4096)), [1], "1")
     add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")
-    add("--ignore-eos", "ignore end tokens, so that each output is as long as allowed", bool)
-    add("--engine-args", "more arguments of vllm.LLM for all engines", dictionary, {}, metavar="JSON")
-    add("--trace", "log of token ids that all engines emit, instead of workloads", Path, metavar="LOG")
-    words = (
-        "with --trace: also let requests arrive at random, at these shares of the rate without speculation, such as "
-    )
-    add("--rate", f"{words}0.5,0.9", listed(positive), [], "none")
-    words = "with --trace: key in the log's \"accepted\" with the accepted lengths of vLLM's drafter"
+    add("--ignore-eos", "ignore end tokens, so that each output has the maximum length", bool)
+    add("--engine-args", "further arguments of vllm.LLM for all engines", dictionary, {}, metavar="JSON")
+    add("--trace", "log of token ids that all engines must emit; replaces the workloads", Path, metavar="LOG")
+    words = "with --trace: also send requests at random times, at these shares of the rate without speculation: 0.5,0.9"
+    add("--rate", words, listed(positive), [], "none")
+    words = "with --trace: name of vLLM's drafter in the log's \"accepted\", which holds its accepted lengths"
     add("--drafter", words, metavar="NAME")
-    words = '"dummy" makes random weights, so that a folder with a config.json suffices'
+    words = '"dummy" uses random weights, so a folder with a config.json suffices'
     add("--load-format", words, choices=("auto", "dummy"))
     _measuring(add, rounds=5, prompts=4, tokens=None)
 
 
 def _replay(add: Add) -> None:
-    """Play recorded traffic with every proposer that reads token ids alone (no model, no GPU): how much would have been
-    accepted, its cost, and the method to serve with.
+    """Run recorded traffic through every proposer that reads only token ids, without a model or a GPU, and recommend a
+    method from accepted tokens and costs.
 
     Example: %(prog)s --dataset-path trace.jsonl --tokenizer MODEL --max-concurrency 1,32
     """
     add("--data", DATA, Path, nargs="+", required=True)
     _model(add, "--tokenizer", "; for text")
     words = "names, names with K, or values of --speculative-config"
-    add("--methods", words, default=[], shown="all that need token ids only", nargs="+", metavar="METHOD")
-    ladder = "3,5,8,12,15,24,31,48,64, as long as the speed rises"
+    add("--methods", words, default=[], shown="all that read only token ids", nargs="+", metavar="METHOD")
+    ladder = "3,5,8,12,15,24,31,48,64, while the speed rises"
     add("--num-draft", "values of K to try", listed(whole(1, 64)), shown=ladder)
     add("--batch", "numbers of concurrent requests, for example 1,32", listed(whole(1, 4096)), [1], "1")
     add("--requests", "number of requests to read", count, 2000)
-    add("--by-file", "report each file of --data as a task", bool)
+    add("--by-file", "report each file of --dataset-path as a task", bool)
     words = "use only requests with even or odd ids (or line numbers, without ids)"
     add("--ids", words, default="all", choices=("all", "even", "odd"))
     add("--max-output", "skip requests with longer outputs, in tokens", count)
@@ -249,13 +257,13 @@ def _replay(add: Add) -> None:
     published = "llama-2-7b or llama-3.1-8b on an H100"
     words = f"step times: {published}, MS:MS_A_TOKEN, or a file from `bench`"
     add("--costs", words, default="llama-2-7b", metavar="COSTS")
-    add("--draft-us", "us of drafting per request and step", positive, shown="measured here")
+    add("--draft-us", "drafting time per request and step, in us", positive, shown="measured here")
     add("--json", "file for the figures", Path)
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--rounds", "measured rounds, after one warm-up", whole(1, 1000), rounds)
-    add("--prompts", "prompts per round, at least the number of concurrent requests", layer, prompts)
+    add("--prompts", "prompts per round; at least the number of concurrent requests", layer, prompts)
     words = "length of prompts that are cut from texts"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
     shown = str(tokens or "64; with --trace the log's")

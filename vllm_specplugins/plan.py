@@ -85,11 +85,11 @@ class Plan:
         return self.untrimmed_for is None
 
     def __str__(self) -> str:
-        late = ", and late on the host, for which no step waits" if self.is_late else ""
+        late = ", and also in a thread on the host, without a wait" if self.is_late else ""
         trimmed = "trimmed on the device" if self.trims else f"not trimmed on the device: {self.untrimmed_for}"
         return (
             f"drafts {self.place.value}{late}; steps are scheduled {self.schedule}; "
-            f"{self.chooser.value} chooses how many tokens; drafts are {trimmed}."
+            f"{self.chooser.value} chooses the number of tokens; drafts are {trimmed}."
         )
 
 
@@ -136,7 +136,7 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     if not (config.stages or is_late):
         return None
     if not engine.use_v2_model_runner or engine.world_size != engine.tensor_parallel_size:
-        return "it drafts on the device without a pipeline only"
+        return "it drafts on the device only without a pipeline"
     if is_late and not (engine.async_scheduling and engine.scheduler_cls is None):
         return "its late drafts need steps that are scheduled ahead"
     if is_late and not rows[0].is_late and engine.world_size > 1:
@@ -150,18 +150,18 @@ def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:
     """Whether steps are scheduled asynchronously, and why. A scheduler that waits for the host knows the true lengths
     of drafts. A pipeline is never synchronous: vLLM would plan drafts for a request before its last step is over."""
     if engine.asked_async is not None:
-        return engine.async_scheduling, f"{'a' if engine.asked_async else ''}synchronously, as async_scheduling says"
+        return engine.async_scheduling, f"{'a' if engine.asked_async else ''}synchronously, as async_scheduling asks"
     if reads_on_host and engine.pipeline_parallel_size == 1:
         reason = "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
     elif not engine.use_v2_model_runner:
-        reason = "Model Runner V1 plans with the drafts at hand"
+        reason = "Model Runner V1 needs the drafts to plan a step"
     elif engine.scheduler_cls is not None:
         reason = "scheduler_cls is set"
     elif not engine.async_scheduling:
-        reason = "vLLM does so with this configuration"
+        reason = "vLLM chooses this for the configuration"
     else:
         return True, "asynchronously"
-    return False, f"synchronously, for {reason}"
+    return False, f"synchronously, since {reason}"
 
 
 def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | None:

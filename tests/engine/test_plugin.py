@@ -249,7 +249,12 @@ def test_asynchronous_scheduling() -> None:
             "nothing",
             'gate is "off"',
         ),
-        ({"method": "suffix_lookup"}, "on the device, eagerly, and late on the host", "the scheduler", "it needs full"),
+        (
+            {"method": "suffix_lookup"},
+            "on the device, eagerly, and also in a thread on the host",
+            "the scheduler",
+            "it needs full",
+        ),
         ({"method": "grammar"}, "in each step, which waits", "a gate beside it", "the step that drafts knows"),
     ],
 )
@@ -264,7 +269,7 @@ def test_where_drafts_are_made(
         place, why = "in each step, which waits", "the step that drafts knows"
         who = "nothing" if "gate" in spec else "a gate beside it"
     line = next(message for message in caplog.messages if "steps are scheduled" in message)
-    assert line.startswith(f"{spec['method']} drafts {place}") and f"; {who} chooses how many tokens; " in line
+    assert line.startswith(f"{spec['method']} drafts {place}") and f"; {who} chooses the number of tokens; " in line
     assert f"scheduled {'a' if is_late else ''}synchronously, " in line and f"not trimmed on the device: {why}" in line
 
 
@@ -296,14 +301,14 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         return scheduler.async_scheduling, scheduler.scheduler_cls
 
     planned, ours = plan.PLANNED, plan.CHOOSING
-    says = "scheduled asynchronously;" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
+    says = "scheduled asynchronously;" if RUNNER == "v2" else "synchronously, since Model Runner V1 needs"
     for speculative_config in (early_exit, PROMPT_LOOKUP):
         assert asynchronous(speculative_config) == ((True, planned) if RUNNER == "v2" else (False, ours))
         assert [says in sentence for sentence in said] == [True]
     assert asynchronous(cascade) == (False, ours)
     assert ["reads tokens on the host" in sentence for sentence in said] == [True]
     assert asynchronous(early_exit, async_scheduling=False) == (False, ours)
-    assert ["scheduled synchronously, as async_scheduling says" in sentence for sentence in said] == [True]
+    assert ["scheduled synchronously, as async_scheduling asks" in sentence for sentence in said] == [True]
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)
 

@@ -117,7 +117,7 @@ def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("Ready to use: --speculative-config ")
     assert main(["doctor", "--speculative-config", '{"method":"promptlookup"}']) == 1
     offered, verdict = capsys.readouterr().out.splitlines()[-2:]
-    assert offered.startswith("This would be allowed: ") and verdict == "Not ready: 1 problem."
+    assert offered.startswith("A valid configuration: ") and verdict == "Not ready: 1 problem."
 
 
 def test_wrong_question() -> None:

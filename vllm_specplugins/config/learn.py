@@ -11,11 +11,12 @@ class LearnConfig:
     """The settings of `learn`.
 
     Args:
-        busy_share: Limits the share of time that training takes while requests are served.
-        idle_share: Limits that share while there are no requests.
-        memory_bytes: Allocates device memory for training data at the start.
-        path: Loads weights from this folder and saves them there. Data-parallel engines add ".dp1" and so on.
-        save_every_s: Sets the seconds between saves. A kill loses later training.
+        busy_share: The largest share of time for training while requests are served.
+        idle_share: The largest share of time for training while there are no requests.
+        memory_bytes: The device memory for training data, which is allocated at the start.
+        path: The folder from which weights are loaded and to which they are saved. Data-parallel engines add ".dp1" and
+            so on to the name.
+        save_every_s: The time between saves, in seconds. A killed process loses later training.
     """
 
     busy_share: float = number(0.1, 0.001, 1)

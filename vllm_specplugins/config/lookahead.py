@@ -9,13 +9,14 @@ MAX_NODES = 63  # and the root: bits of a mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
-    """`lookahead`: verifies n-grams that the target itself made beside earlier tokens (Fu et al. 2024). It needs no
-    training. For one request, text that does not repeat and temperature 0, on Model Runner V2.
+    """`lookahead`: verifies n-grams that the target itself generated in earlier steps (Fu et al. 2024). It needs no
+    training and Model Runner V2, and suits one request at temperature 0 with text that does not repeat.
 
     Args:
-        window: Sets the columns of the window, and how many n-grams a step makes.
-        ngram: Sets the tokens of an n-gram. The window has one level less.
-        guesses: Limits the n-grams that a step verifies. K is (ngram - 1) * (window + guesses) - 1, at most 63.
+        window: The number of columns in the window, and of n-grams that a step generates.
+        ngram: The number of tokens in an n-gram. The window has one level fewer.
+        guesses: The largest number of n-grams that a step verifies. K is (ngram - 1) * (window + guesses) - 1, at most
+            63.
     """
 
     window: int = integer(5, 2, 16)

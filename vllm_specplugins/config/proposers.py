@@ -60,9 +60,9 @@ class PromptLookupConfig:
     """`prompt_lookup`: copies the tokens after an earlier match of the newest tokens.
 
     Args:
-        max_ngram: Sets the longest match to compare. Of equal matches, the nearest to the copy position wins.
-        min_ngram: Sets the shortest match to draft from. At the copy position one token suffices.
-        max_index_bytes: Limits the device memory of references (Model Runner V2), 4 bytes per token.
+        max_ngram: The longest match to compare. Of equally long matches, the one nearest to the copy position wins.
+        min_ngram: The shortest match that gives a draft. At the copy position, one token suffices.
+        max_index_bytes: The limit of device memory for references (Model Runner V2), at 4 bytes per token.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
@@ -79,16 +79,18 @@ class PromptLookupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixLookupConfig:
-    """`suffix_lookup`: `prompt_lookup`, which also copies the commonest continuation of a match in earlier outputs.
+    """`suffix_lookup`: drafts like `prompt_lookup`, and also copies the commonest continuation of a match in earlier
+    outputs.
 
     Args:
-        store_bytes: Allocates the store at the start, 80 bytes a token. A full store evicts the oldest unused outputs,
-            those of small tenants last.
-        store_path: Loads the store from this file and appends each output. Data-parallel engines add ".dp1" and so on.
-        save_every_s: Bounds the seconds until an output is on the disk. A power cut loses later outputs.
-        shared: Shares outputs between engines, through Redis or Valkey. vLLM logs the address: use env:NAME if it has a
-            password.
-        shared_keep_s: Sets how many seconds the server keeps an output.
+        store_bytes: The size of the store, which is allocated at the start, at 80 bytes per token. A full store evicts
+            the oldest unused outputs; those of small tenants go last.
+        store_path: The file from which the store is loaded and to which each output is appended. Data-parallel engines
+            add ".dp1" and so on to the name.
+        save_every_s: The longest time until an output is safe on the disk, in seconds. A power cut loses newer outputs.
+        shared: The address of a Redis or Valkey server through which engines share outputs. vLLM logs the address, so
+            use env:NAME if it contains a password.
+        shared_keep_s: The time for which the server stores an output, in seconds.
     """
 
     store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
@@ -112,12 +114,14 @@ class PartConfig:
     """The fields of methods that draft with a part of the target.
 
     Args:
-        draft_sample_method: "coupled" samples with verification's random numbers, so seeded outputs do not depend on
-            drafts; "greedy" drafts the likeliest token; "probabilistic" samples, with slightly higher acceptance.
-        learn: Trains the part while it serves, see below.
-        tree: Verifies this many tokens (then also K) as a tree. For 1 to 4 requests, Model Runner V2.
-        rejection: "rounds" tries siblings of a tree of "probabilistic" drafts in turn (SpecInfer), with higher
-            acceptance at temperatures near 1. A seeded output then depends on the drafts.
+        draft_sample_method: "coupled" samples with the random numbers of verification, so seeded outputs do not depend
+            on drafts. "greedy" drafts the likeliest token. "probabilistic" samples independently, with slightly higher
+            acceptance.
+        learn: Trains the part while it serves; see below.
+        tree: The number of tokens to verify as a tree, which then is also K. Meant for 1 to 4 requests; needs Model
+            Runner V2.
+        rejection: "rounds" verifies siblings in a tree of "probabilistic" drafts one after another (SpecInfer), with
+            higher acceptance at temperatures near 1. Seeded outputs then depend on drafts.
     """
 
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
@@ -142,11 +146,11 @@ class EarlyExitConfig(PartConfig):
     """`early_exit`: drafts with some of the target's layers, its final norm and its head.
 
     Args:
-        exit_layer: Sets how many layers draft, the first ones.
-        layers: Lists the layers that draft instead, from 0. `calibrate --layers` chooses them for a model that was not
-            trained to exit.
-        exit_head: Names the folder of a head from `train-exit-head`, instead of the target's norm and head.
-        look_ahead: Names the folder of embeddings from `train-look-ahead`, with which one pass drafts all tokens.
+        exit_layer: The number of first layers that draft.
+        layers: The indices of the layers that draft, instead of the first ones. `calibrate --layers` chooses them for a
+            model that was not trained for early exits.
+        exit_head: The folder of a head from `train-exit-head`, which replaces the target's norm and head.
+        look_ahead: The folder of embeddings from `train-look-ahead`, with which one pass drafts all tokens.
     """
 
     exit_layer: int = integer(1, 1, MAX_LAYERS)
@@ -180,11 +184,11 @@ class EarlyExitConfig(PartConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpConfig(PartConfig):
-    """`jump`: predicts the target's final hidden state with a trained part; the target's head decodes it. (Or the input
-    of the last layers, which then run.)
+    """`jump`: a trained part predicts the target's final hidden state, and the target's head decodes it. (A part may
+    also predict the input of the last layers, which then run.)
 
     Args:
-        head: Names the folder of the part from `train-jump`.
+        head: The folder of the part from `train-jump`.
     """
 
     head: str = path()
@@ -195,9 +199,9 @@ class MedusaConfig(PartConfig):
     """`medusa`: drafts one token per trained head from the target's last hidden state, in one pass.
 
     Args:
-        heads: Names the folder of at least K heads (for a tree, a third), in FasterDecoding's or vLLM's format.
-            (`model` instead selects vLLM's method, if it has one.)
-        learn: See `early_exit`; trains the heads' layers.
+        heads: The folder with at least K heads (with `tree`, a third of that) in the format of FasterDecoding or vLLM.
+            (With `model` instead of `heads`, vLLM's method runs, if your vLLM has one.)
+        learn: See `early_exit`; it trains the layers of the heads.
     """
 
     heads: str = path()
@@ -206,19 +210,19 @@ class MedusaConfig(PartConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConfig:
     """`grammar`: drafts the text that a request's grammar (xgrammar, guidance) forces, such as the keys of a schema.
-    As a stage it extends the drafts of all others, wherever it stands in `stages`."""
+    As a stage, it extends the drafts of all other stages, at any place in `stages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """`remote`: asks a model behind another server ahead of time, and never waits for it.
+    """`remote`: asks a model on another server for drafts ahead of time, and never waits for it.
 
     Args:
-        url: Names an OpenAI-compatible server: http://HOST:PORT/v1.
-        model: Names the drafter on that server.
-        tokenizer: "same" exchanges token ids as vLLM does; "other" exchanges text.
-        max_prompt_tokens: Limits a question to the newest tokens.
-        api_key_env: Names the environment variable with the key.
+        url: The address of an OpenAI-compatible server, as in http://HOST:PORT/v1.
+        model: The name of the drafter on that server.
+        tokenizer: "same" exchanges token ids, for a drafter with the target's tokenizer; "other" exchanges text.
+        max_prompt_tokens: The largest number of tokens in a question, which contains the newest ones.
+        api_key_env: The environment variable that holds the API key.
     """
 
     url: str = checked("an http:// or https:// address without user and password", _is_http_url)
@@ -235,11 +239,11 @@ class RemoteConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
-    """`custom`: runs a proposer of yours.
+    """`custom`: runs your proposer.
 
     Args:
-        proposer: Names the class, which is called with (options, context) and implements `draft.Proposer`.
-        options: Is passed to the class; a registered class with a `Config` gets an instance of it.
+        proposer: The class, which is called with (options, context) and implements `draft.Proposer`.
+        options: The options for the class. A registered class with a `Config` gets an instance of it instead.
     """
 
     proposer: str = checked("a string like 'package.module:Class'", _names_class)
@@ -255,12 +259,12 @@ class CascadeConfig:
     """`cascade`: combines several proposers, its stages.
 
     Args:
-        stages: Lists configurations or names of methods, cheapest first. A stage may set a smaller
+        stages: The configurations or names of methods, cheapest first. A stage may set a smaller
             num_speculative_tokens.
-        policy: "auto" takes the stage or sequence of stages with the best expected gain (without a gate, the first
-            stage with a draft); "verify" lets each stage check, correct and extend the draft of the stage before, and
-            needs `early_exit` after the first.
-        tree: See `early_exit`. Merges the draft of `prompt_lookup` into the tree of `early_exit`, `jump` or `medusa`.
+        policy: "auto" chooses the stage or sequence of stages with the best expected gain (without a gate, the first
+            stage with a draft). "verify" lets each stage check, correct and extend the draft of the previous stage; all
+            stages after the first must be `early_exit`.
+        tree: See `early_exit`. The draft of `prompt_lookup` joins the tree of `early_exit`, `jump` or `medusa`.
     """
 
     stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries or names", _are_stages)

@@ -21,12 +21,14 @@ class CommonConfig:
     """The fields of every method.
 
     Args:
-        num_speculative_tokens: Limits a request's draft in one step (K). Defaults: 31 for lookups and cascades that
-            begin with one (5 on a hybrid target or with a "probabilistic" stage); for `medusa` all heads.
-        time_budget_ms: Limits the time of a proposer on the host per step. A late draft is dropped.
-        verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, with
-            random numbers that depend on neither drafts nor batch; "vllm" leaves both to vLLM.
-        gate: "auto" chooses the draft's length by request and step, down to none; "off" drafts all.
+        num_speculative_tokens: The longest draft of a request in one step (K). Lookups, and cascades that begin with
+            one, default to 31 (5 for a hybrid target or with a "probabilistic" stage), and `medusa` to the number of
+            heads.
+        time_budget_ms: The time limit of a proposer on the host per step, in ms. A late draft is dropped.
+        verification: "fused" verifies and samples with this package's kernels: exactly for every sampling parameter,
+            with random numbers that depend on neither drafts nor batch. "vllm" leaves both to vLLM.
+        gate: "auto" chooses the length of each draft per request and step, down to 0. "off" verifies every draft as a
+            whole.
     """
 
     num_speculative_tokens: int = integer(SHORT, 1, MAX_NUM_SPECULATIVE_TOKENS)

@@ -42,7 +42,7 @@ def _print(findings: list[Finding], ready: str, problems: list[str]) -> None:
         table.add_row(Text(finding.state, STYLES[finding.state]), finding.name, Text(finding.value))
     console.print(table)
     if not problems or "configuration" in problems:
-        words = "This would be allowed" if problems else "Ready to use"
+        words = "A valid configuration" if problems else "Ready to use"
         console.print(f"{words}: --speculative-config {quote(ready)}", soft_wrap=True, markup=False)
     if problems:
         console.print(f"Not ready: {len(problems)} problem{'s' * (len(problems) > 1)}.")

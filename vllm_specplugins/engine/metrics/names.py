@@ -33,16 +33,20 @@ class Metric:
 
 _STEPS = (0.003, 0.006, 0.01, 0.02, 0.04, 0.08, 0.16, 0.5, 2.0)  # seconds
 _RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-_LEFT = "Tokens of a stage that the next stage kept, or that the last stage sent to the target."
+_LEFT = "Tokens of a stage that the next stage accepted, or that the last stage sent to the target."
 _AT = "Tokens of a stage that the target accepted, by position in the draft."
-_GATE = "Decisions of a cascade's gate, by the length it chose."
-_EXCHANGED = "Outputs shared by suffix_lookup and questions of remote, by result."
+_GATE = "Decisions of a cascade's gate, by the length that it chose."
+_EXCHANGED = "Outputs that suffix_lookup exchanged with its server, and questions of remote, by result."
 _LEARNED = "Progress of a part that learns: examples (tokens), steps, candidates, promotions, rollbacks."
-_LENGTH = "Acceptance length of a part that learns: measured lately; expected, of the loaded and the serving weights."
-_COSTS = "Cost of the newest step, as trimming assumes it: step, without drafts; draft_token, each if all are verified."
+_LENGTH = (
+    "Acceptance length of a part that learns: recently measured, and expected for the loaded and the serving weights."
+)
+_COSTS = "Cost of the newest step in trimming: step, without drafts; draft_token, for each token if all are verified."
 _OFF = "How often a stage's circuit breaker opened, after repeated faults."
-_FIRST = "Requests by the position of the first rejected token, rounded down to a power of two; none: all accepted."
-_WHY = "Decoding steps that verified no draft token, by the reason."
+_FIRST = (
+    "Requests by the position of the first rejected token, rounded down to a power of two; none if all were accepted."
+)
+_WHY = "Decoding steps that verified no draft token, by reason."
 
 COUNTS = (
     Metric("counter", "asked", "How often a stage was asked to draft for a request.", "asked"),
@@ -61,22 +65,34 @@ HEALTH = (
 )
 TABLE: tuple[Metric, ...] = (
     *COUNTS,
-    Metric("counter", "steps", "Steps of single requests that emitted a token, except their first ones.", labels=()),
+    Metric(
+        "counter",
+        "steps",
+        "Steps of single requests that emitted a token, except each request's first step.",
+        labels=(),
+    ),
     Metric("counter", "draft_lengths", "Steps of single requests, by the length of their draft.", labels=("length",)),
     *HEALTH,
     Metric("gauge", "step_cost_seconds", _COSTS, labels=("part",)),
-    Metric("gauge", "store_bytes", "Memory of a stage for data of requests, in bytes."),
-    Metric("gauge", "stored_outputs", "Outputs of earlier requests that suffix_lookup drafts from."),
-    Metric("gauge", "stored_tokens", "Their tokens."),
+    Metric("gauge", "store_bytes", "Memory that a stage uses for data of requests, in bytes."),
+    Metric("gauge", "stored_outputs", "Outputs of earlier requests in the store of suffix_lookup."),
+    Metric("gauge", "stored_tokens", "Tokens in the store of suffix_lookup."),
     Metric("counter", "exchanges", _EXCHANGED, labels=("stage", "what")),
     Metric("counter", "learned", _LEARNED, labels=("stage", "what")),
     Metric("gauge", "learned_length", _LENGTH, labels=("stage", "weights")),
-    Metric("histogram", "draft_time_seconds", "Host time of a stage in a step in which a request wanted drafts."),
-    Metric("histogram", "step_draft_time_seconds", "Host time of all drafting of such a step.", labels=()),
-    Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),
+    Metric("histogram", "draft_time_seconds", "Host time of a stage in steps in which a request wanted drafts."),
+    Metric("histogram", "step_draft_time_seconds", "Host time of all drafting in such a step.", labels=()),
+    Metric(
+        "histogram",
+        "request_acceptance_rate",
+        "Share of verified draft tokens that were accepted, by finished request.",
+        "",
+        (),
+        _RATES,
+    ),
     Metric("histogram", "shape_time_seconds", "Time of decoding steps.", "", SHAPE, _STEPS),
     Metric("counter", "shape_draft_time_seconds", "Host time of drafting in decoding steps.", labels=SHAPE),
-    Metric("counter", "shape_steps", "Decoding steps, by their CUDA graph.", labels=(*SHAPE, "graph")),
+    Metric("counter", "shape_steps", "Decoding steps, by the kind of CUDA graph.", labels=(*SHAPE, "graph")),
     Metric("counter", "shape_tokens", "Tokens that decoding steps emitted.", labels=SHAPE),
     Metric("counter", "shape_first_rejections", _FIRST, labels=(*SHAPE, "position")),
     Metric("counter", "undrafted_steps", _WHY, labels=("reason",)),

@@ -129,8 +129,8 @@ def show(trained: Trained) -> None:
     lengths = [
         [name, *(f"{length:.2f}" for length in (its.length, *its.sampled_lengths.values()))] for name, its in states
     ]
-    say("How often a draft token is right, if those before it are, %")
+    say("Share of correct draft tokens after correct ones, %")
     show_table([str(place) for place in range(1, len(right[0]))], {"": right}, "draft token")
-    say("Tokens a step: an engine's acceptance length")
+    say("Tokens per step: an engine's mean acceptance length")
     show_table(["T 0", *(f"T 1, {method}" for method in trained.after.sampled_lengths)], {"": lengths})
     say(f"{MEANING} {trained.num_tokens:,} tokens were scored.\n\n{trained.verdict}")
