@@ -313,6 +313,10 @@ def test_refusals(arguments: dict[str, Any], words: str, monkeypatch: pytest.Mon
         config = args.create_engine_config()
         assert config.attention_config.backend.name == "CUSTOM"
         assert args.attention_config.backend is AttentionBackendEnum.TRITON_ATTN, "the caller's"
+        config.aux_output_config.enable_return_routed_experts = True
+        with pytest.raises(ConfigError, match="tree must be left out with auxiliary outputs"):
+            check_trees(config)
+        config.aux_output_config.enable_return_routed_experts = False
         monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
         with pytest.raises(ConfigError, match="tree must be left out with VLLM_BATCH_INVARIANT"):
             check_trees(config)

@@ -54,6 +54,7 @@ def check_trees(vllm_config: VllmConfig) -> None:
         "a quantised KV cache": vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
         "LoRA": vllm_config.lora_config is not None,
         "a KV connector": vllm_config.kv_transfer_config is not None,
+        "auxiliary outputs": vllm_config.aux_output_config.enabled,  # vLLM takes those of the first nodes
         "return_sampling_mask": model.return_sampling_mask,
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,  # a node's keys are summed in another order than a chain's
         "watermarks": vllm_config.watermark_config is not None,
