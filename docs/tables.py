@@ -1,6 +1,6 @@
-"""Makes the tables of docs/figures.md from the data in docs/figures/, and these data from the programs that measure.
+"""Makes the tables of docs/research/figures.md from the data in docs/figures/, and these data from the programs that measure.
 
-    python docs/tables.py                                                     prints all tables, and README's rows
+    python docs/tables.py                                                     prints all tables, and rows of docs/performance.md
     python docs/tables.py field_table REPLAY.json --command "python -m vllm_specplugins replay ..."
     python docs/tables.py chat_model BENCH.json --command "python -m vllm_specplugins bench ..."
     python docs/tables.py step_costs HOST.json --command "python benchmarks/bench_host_step.py ..."
@@ -195,8 +195,8 @@ def cost_table(data: Facts) -> str:
     return table("method", f"us at {sizes} requests", "per step", rows=rows)
 
 
-def readme_rows() -> str:
-    """README's rows of these tables."""
+def performance_rows() -> str:
+    """The rows of docs/performance.md that come from these tables."""
     public, chat, gpu, costs = map(read, ("field_table", "chat_model", "gpu", "step_costs"))
     own = {(task.replace("instructcoder", "edits"), batch): rows for task, batch, rows in cells(public)}
 
@@ -216,28 +216,29 @@ def readme_rows() -> str:
     played = [
         [
             words,
+            "replayed",
             "`prompt_lookup`",
             speeds("prompt_lookup", *tasks),
             f"n-gram {speeds('ngram_gpu', *tasks)}",
         ]
         for words, tasks in (
-            ("code edits, replayed, 1 / 32", ["edits"]),
+            ("code edits", ["edits"]),
             ("summaries, chat, maths", ["cnn", "sharegpt", "gsm8k"]),
         )
     ]
     if cascade_table(public):
         rule = f"TensorRT-LLM's rule {speeds(RULE, 'edits')}"
-        played.append(["code edits beside EAGLE", "`cascade`", speeds("cascade", "edits"), rule])
+        played.append(["code edits with EAGLE", "replayed", "`cascade`", speeds("cascade", "edits"), rule])
     ours, theirs = ("{:.2f}x ({:.2f}-{:.2f})".format(*mean_of(name)) for name in ("prompt_lookup", NGRAM))
-    served = ["SmolLM2, eight tasks, CPU, 1", "`prompt_lookup`", ours, f"n-gram {theirs}"]
+    served = ["eight tasks, SmolLM2", "CPU", "`prompt_lookup`", ours, f"n-gram {theirs}"]
     found = {row["task"]: row["by_requests"] for row in gpu["rows"]}
     vllm, lookup = (
         " / ".join(f"{found[name][at][0]:.2f}x" for at in (0, 2))
         for name in ("copy, vLLM's `ngram_gpu`", "copy, `prompt_lookup`")
     )
-    card = ["edits, H100, 0.1.0, 1 / 32", "vLLM's `ngram_gpu`", f"ours {lookup}", vllm]
+    card = ["copies of a text, 0.1.0", "H100", "`prompt_lookup`", lookup, f"`ngram_gpu` {vllm}"]
     other = f"n-gram {us('ngram_gpu')}"
-    cost = ["host time per step, 1 / 32", "`prompt_lookup`", us("prompt_lookup"), other]
+    cost = ["host time per step", "null device", "`prompt_lookup`", us("prompt_lookup"), other]
     return "\n".join(f"| {' | '.join(row)} |" for row in [*played, served, card, cost])
 
 
@@ -277,7 +278,7 @@ def main() -> None:
         write(args.name, args.key, {**made, **READERS[args.name](json.loads(args.file.read_text()))})
     for name, tables in TABLES.items():
         sys.stdout.write("".join(f"{made}\n\n" for make in tables if (made := make(read(name)))))
-    sys.stdout.write(f"{readme_rows()}\n")
+    sys.stdout.write(f"{performance_rows()}\n")
 
 
 if __name__ == "__main__":
