@@ -1,7 +1,5 @@
 """Siblings in PyTorch: how they are drafted, and the target's tokens after the nodes of a tree."""
 
-from typing import Any
-
 import torch
 from torch.nn.functional import pad
 
@@ -53,9 +51,8 @@ def try_siblings(
     heat = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
     p, q = ((logits / heat).softmax(dim=-1).nan_to_num(0.0) for logits in (finite, draft_logits.float()))
     q = pad(q, (0, p.shape[1] - q.shape[1])).contiguous()
-    module: Any = module_of(__package__, p, implementation)
-    tokens: torch.Tensor = module.try_siblings(p, q, siblings, positions, sampling.seeds)
-    return tokens
+    tries = module_of(__package__, p, implementation).try_siblings
+    return tries(p, q, siblings, positions, sampling.seeds)
 
 
 def in_rounds(
@@ -68,9 +65,8 @@ def in_rounds(
     positions: torch.Tensor,  # [R] int64 of the tokens after the root
     sampling: Sampling,  # of the requests, [R] each
 ) -> torch.Tensor:
-    """Returns `drawn` with the outcomes of rounds after nodes with children: only the first node of each depth below D
-    may have children, at most MAX_SIBLINGS, in the order in which they were drawn. Rows with temperature 0 stay
-    unchanged."""
+    """Returns `drawn` with the outcomes of rounds after the first node of each depth below D, the only one that may
+    have children, in the order in which they were drawn. Rows with temperature 0 stay unchanged."""
     (parents, depths), (num_reqs, depth, _) = tree, draft_logits.shape
     steps, nodes = (torch.arange(size, device=drawn.device) for size in (depth, drawn.shape[1]))
     first = (depths[:, None] == steps[:, None]).int().argmax(dim=2)  # [R, D]

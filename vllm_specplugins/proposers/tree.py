@@ -61,9 +61,8 @@ def _sampled_tree(proposer: ModelProposer, target: Target, num_nodes: int, branc
     # Made of parts that are on the device, since a graph may record it.
     token_ids = torch.stack([siblings[:, depth, turn] for depth, turn in places], dim=1)
     above = torch.stack([nodes[places.index((depth - 1, 0)) + 1 if depth else 0] for depth, _ in places])
-    chain = steps.token_ids[:, nodes.clamp(max=length - 1)]
     parents = torch.where(branches[:, None], above, nodes)
-    token_ids = torch.where(branches[:, None], token_ids.int(), chain)
+    token_ids = torch.where(branches[:, None], token_ids.int(), steps.token_ids[:, nodes.clamp(max=length - 1)])
     return Tree(token_ids, parents, torch.zeros_like(parents, dtype=torch.bool), steps.logits)
 
 

@@ -136,7 +136,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
-        if not (self._planned or self._has_options or self._plans_whole):
+        if not (self._drafted and (self._planned or self._has_options or self._plans_whole)):
             return
         requests = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         lengths = [self._allowed(request) if request.spec_token_ids else 0 for request in requests]
