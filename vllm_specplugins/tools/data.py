@@ -28,7 +28,7 @@ MIN_ROW_TOKENS = 8  # of a row that is cut from a text: the rest of a text may b
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request, or a text."""
+    """One row of the data: a request or a text."""
 
     place: str  # as in "line 3 of FILE"
     row: Mapping[str, Any]  # the JSON object that it was read from

@@ -22,7 +22,7 @@ class CostTable:
 
     @classmethod
     def line(cls, step_ms: float, token_ms: float) -> "CostTable":
-        """Costs with this time for a step of one request, and for each draft token.
+        """Linear costs, from the time of one request's step and the time per draft token.
 
         >>> CostTable.line(10.0, 0.5).step_ms(num_reqs=1, num_draft=4)
         12.0
