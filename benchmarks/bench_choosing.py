@@ -4,8 +4,8 @@
 
 The oracle knows how many tokens each draft would bring. At each step it drafts the better of two: these tokens of a
 lookup's copy, or all K of the drafter, which then runs for all requests. Steps cost what they cost the cascade (the
-H100 of tools/replay/costs.py; a drafter that only takes in the newest tokens costs one of K passes; drafting and the
-host cost nothing). `better stage` is the faster one of the lookup and the drafter, each alone; `lookup` is the speed of
+H100 of tools/replay/costs.py; the drafter costs one of K passes for each token, and one for none; lookups and the host
+cost nothing). `better stage` is the faster one of the lookup and the drafter, each alone; `lookup` is the speed of
 suffix_lookup relative to the best of none and vLLM's ngram_gpu at K = 5, 15 and 31. Outputs above 1,500 tokens are left
 out. It returns 1 where a bar is missed: 0.85 of the oracle and 0.88 in the mean at one request, 0.98 of the better
 stage at more, and for a lookup 1.15 in each cell and 1.28 in their geometric mean."""
