@@ -2,10 +2,11 @@
 
     python benchmarks/bench_layers.py FOUND.json [--json FIGURES.json]
 
-FOUND.json is what `calibrate CHAT_MODEL --dataset-path vllm_specplugins/tools/bench/prompts.jsonl --layers ...` wrote.
-The answers are those to other prompts. A step costs what was fitted for Llama 3.1 8B on an H100 (replay/costs.py).
-A layer costs its share of it, by parameters, and so does one of Llama 3.1 70B. The subsets have the acceptance that
-they have on the chat model, for the same share of the layers. No engine and no clock: the same figures everywhere.
+FOUND.json is what `calibrate CHAT_MODEL --dataset-path vllm_specplugins/tools/bench/prompts.jsonl --prompt-tokens 640
+--num-prompts 30 --output-len 64 --layers ...` wrote. The answers are those to the other 34 prompts. A step costs what
+was fitted for Llama 3.1 8B on an H100 (replay/costs.py). A layer costs its share of it, by parameters, and so does one
+of Llama 3.1 70B. The subsets have the acceptance that they have on the chat model, for the same share of the layers. No
+engine and no clock: the same figures everywhere.
 
 A draft token after a wrong one is drafted at the cost of one in its place in the text. K is the best of 1 to 8, and a
 draft may stop after a token of low probability. "a > b" is `verify`: stage b checks what a drafted, and extends it.
@@ -25,14 +26,14 @@ from rich.progress import track
 
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.workloads import PROMPTS
-from vllm_specplugins.tools.data import samples
+from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import CHAT_MODEL, every_nth
 from vllm_specplugins.tools.replay.costs import LLAMA_3_1_8B
 from vllm_specplugins.tools.report import say, show_table, versions
 from vllm_specplugins.tools.skipping import Answer
 from vllm_specplugins.tools.training.scores import Text, write_texts
 
-EXITS, NUM_ASKED, MAX_NGRAM, LONGEST = (22, 26), 15, 8, 31
+EXITS, NUM_ASKED, PROMPT_TOKENS, MAX_NGRAM, LONGEST = (22, 26), 30, 640, 8, 31
 LONG_MATCH = 3
 STOPS = (0.0, 0.3, 0.5, 0.7)  # probability of a token with which a draft ends
 AROUND_MS = 1.207  # of the step of 8B: outside of the forward pass
@@ -145,6 +146,16 @@ def agreeing(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
+def agreement(answers: Sequence[Played], name: str) -> tuple[float, float]:
+    """The share of right tokens, and its standard error, by answers drawn again (a bootstrap)."""
+    counts = np.array(
+        [[(a.drafted[name].ids == np.array(a.row[a.begin :])).sum(), len(a.row) - a.begin] for a in answers]
+    )
+    drawn = counts[np.random.default_rng(0).integers(len(counts), size=(2000, len(counts)))].sum(1)
+    right, num_tokens = counts.sum(0)
+    return float(right / num_tokens), float((drawn[:, 0] / drawn[:, 1]).std())
+
+
 def speed(
     answers: Sequence[Played], model: Model, shares: dict[str, float], stages: Sequence[str], cache: list
 ) -> dict:
@@ -169,10 +180,10 @@ def speed(
 @torch.no_grad()
 def play_answers(layers: dict[str, list[int]], num_answers: int, num_tokens: int, file: Path | None) -> list[Played]:
     base, tokenizer = BaseModel.load(str(CHAT_MODEL), "cpu"), load_tokenizer(str(CHAT_MODEL))
-    prompts = [sample.prompt[:256] for sample in samples([PROMPTS], lambda: tokenizer)]
+    prompts = token_rows([PROMPTS], tokenizer, PROMPT_TOKENS)
     others = sorted(set(range(len(prompts))) - set(every_nth(len(prompts), NUM_ASKED)))
     texts = json.loads(file.read_text()) if file and file.exists() else {}
-    bodies, answers = {name: base.cut(own) for name, own in layers.items()}, []
+    answers = []
     for number in track(every_nth(len(others), num_answers), "answers"):
         prompt = prompts[others[number]]
         if f"{others[number]}" not in texts:
@@ -180,8 +191,8 @@ def play_answers(layers: dict[str, list[int]], num_answers: int, num_tokens: int
             texts[f"{others[number]}"] = text.row
         text = Text(texts[f"{others[number]}"], len(prompt), 0.0, 0)
         answer, drafted = Answer(base, text), {}
-        for name, body in bodies.items():
-            probs, ids = answer.logits(body).softmax(-1).max(-1)
+        for name, own in layers.items():
+            probs, ids = next(answer.drafts(own, 1)).softmax(-1).max(-1)
             drafted[name] = Drafted(ids.numpy(), probs.numpy())
         answers.append(Played(text.row, text.begin, drafted))
     if file:
@@ -192,7 +203,7 @@ def play_answers(layers: dict[str, list[int]], num_answers: int, num_tokens: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("found", type=Path)
-    parser.add_argument("--answers", type=int, default=40)
+    parser.add_argument("--answers", type=int, default=34)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--sizes", type=lambda text: [*map(int, text.split(","))], default=[15, 20, 22, 24, 26])
     parser.add_argument("--texts", type=Path, help="where the answers are read from, or else written to")
@@ -204,12 +215,10 @@ def main() -> None:
     layers |= {f"exit {end}": list(range(end)) for end in EXITS}
     answers = play_answers(layers, args.answers, args.tokens, args.texts)
     shares = {name: len(own) / 30 for name, own in layers.items()}
-    same = {
-        name: np.concatenate([a.drafted[name].ids == np.array(a.row[a.begin :]) for a in answers]).mean()
-        for name in layers
-    }
-    figures = {"agreement": {name: round(float(share), 4) for name, share in same.items()}, "speeds": []}
-    show_table(["agreement"], {"": [[name, f"{share:.1%}"] for name, share in same.items()]}, "layers")
+    same = {name: agreement(answers, name) for name in layers}
+    figures = {"agreement": {name: [round(value, 4) for value in pair] for name, pair in same.items()}, "speeds": []}
+    rows = [[name, f"{share:.1%}", f"{error:.1%}"] for name, (share, error) in same.items()]
+    show_table(["agreement", "standard error"], {"": rows}, "layers")
     few, many = [f"{size}" for size in sizes if size < 24], [f"{size}" for size in sizes if size >= 24]
     stages = [("lookup",), *((name,) for name in layers)]
     stages += [(f"lookup|{name}",) for name in layers if "exit" not in name]

@@ -35,12 +35,14 @@ def learning(folder: Path, method: str = "jump", **config: Any) -> dict[str, Any
     """A part that knows nothing, and learns."""
     if method == "medusa":
         own = medusa(folder, num_draft=2)
-    elif method == "early_exit":
+    elif method in ("early_exit", "last layer"):
         vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
-        sizes = ExitHeadConfig(exit_layer=1, hidden_size=HIDDEN, vocab_size=vocab_size, rms_norm_eps=1e-5)
+        layers = (NUM_LAYERS - 1,) if method == "last layer" else None
+        known = {"hidden_size": HIDDEN, "vocab_size": vocab_size, "rms_norm_eps": 1e-5}
+        sizes = ExitHeadConfig(exit_layer=1, layers=layers, **known)
         weight = 0.02 * torch.randn(vocab_size, HIDDEN, generator=torch.Generator().manual_seed(0))
         ExitHead(sizes, {"norm.weight": torch.ones(HIDDEN), "head.weight": weight}).save(folder)
-        own = {**early_exit(1, K), "exit_head": str(folder)}
+        own = {**early_exit(1, K), "layers": layers, "exit_head": str(folder)}
     else:
         own = write_head(folder, 0, NUM_LAYERS, 0.02)
     return {**own, "learn": config or True}

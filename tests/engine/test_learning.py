@@ -16,6 +16,8 @@ from vllm_specplugins.proposers.learning import windows
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.tools.base_model import BaseModel
 
+EXITS = {"early_exit": 0, "last layer": NUM_LAYERS - 1}  # and the layer that drafts
+
 
 @pytest.fixture(autouse=True)
 def all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +43,23 @@ def rounds(llm: Any, prompts: Any, num: int) -> Learner:
     return learner  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("method", [long_on_v2("jump"), "early_exit"])
+def left(base: BaseModel, text: list[int], layer: int) -> torch.Tensor:
+    """The states that a layer alone leaves of a text's tokens, each after the keys and values of the whole model."""
+    with torch.no_grad():
+        states = base.model.get_input_embeddings()(torch.tensor(text))
+        return base.passes_beside([layer], base.text_cache(states), normed=False)(states, 1)
+
+
+@pytest.mark.parametrize("method", [long_on_v2("jump"), "early_exit", long_on_v2("last layer")])
 def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> None:
     """States from which the target says what stands next, at places whose tokens stay, under preemption and chunked
-    prefill; of an exit what its layer left there, too. Kills: a rejected draft's state, one of another request or
-    place, a request that asked for none.
+    prefill; of an exit what its layers left there, too. Kills: a rejected draft's state, one of another request, place
+    or layer, a request that asked for none.
     """
-    llm = engine(learning(tmp_path, method), **STRESS)
+    config = learning(tmp_path, method)
+    if method == "last layer":  # a longer draft reads the keys that it left for its first token
+        config["num_speculative_tokens"] = 1
+    llm = engine(config, **STRESS)
     learner = learner_of(llm)
     plain = generate(llm, prompts, [8], max_tokens=48)
     learner._take_in()
@@ -56,14 +68,14 @@ def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> Non
     found = [window for held in (True, False) for window in kept.sample(held, 999, np.random.default_rng(0))]
     assert len(found) > len(prompts) // 2
     base = BaseModel.load(str(DEMO_MODEL), "cpu")
-    said = {tuple(tokens[place : place + 4]) for tokens in plain for place in range(len(tokens))}
+    said = {tuple(tokens[at : at + length]) for tokens in plain for at in range(len(tokens)) for length in (2, 3, 4)}
     for window in found:
         with torch.inference_mode():
             assert torch.equal(target.compute_logits(window.states[:, -HIDDEN:]).argmax(-1), window.next_ids)
         assert torch.equal(window.token_ids[1:], window.next_ids[:-1])
         assert tuple(window.next_ids[:4].tolist()) in said
     texts = [prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]
-    read = [states[1].float() for states in base.hidden_states(texts)] if method == "early_exit" else []
+    read = [left(base, text, EXITS[method]) for text in texts] if method in EXITS else []
     for window in found if read else ():
         own, length = window.token_ids.tolist(), len(window.token_ids)
         assert any(
@@ -98,7 +110,9 @@ def test_outputs_while_weights_change(
     assert num_steps[0] > 10 and learner.counts()["examples"] > 0
 
 
-@pytest.mark.parametrize(("method", "num_rounds"), [long_on_v2("jump", 3), long("early_exit", 3), long("medusa", 6)])
+@pytest.mark.parametrize(
+    ("method", "num_rounds"), [long_on_v2("jump", 3), *(long(method, 3) for method in EXITS), long("medusa", 6)]
+)
 def test_learns_in_an_engine(
     engine: Any, prompts: Any, method: str, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,8 +134,9 @@ def test_learns_in_an_engine(
     assert after["faults"] == {}
     worker = llm.llm_engine.model_executor.driver_worker.worker
     shown = worker._reporter._report(worker._barrier.totals()) | worker._reporter._shown
-    assert shown[f"learned_length\t0 {method}\tserving"] > shown[f"learned_length\t0 {method}\tloaded"] >= 1
-    assert worker._reporter._sent[f"learned\t0 {method}\tpromotions"] > 0 < shown[f"store_bytes\t0 {method}"]
+    name = config["method"]
+    assert shown[f"learned_length\t0 {name}\tserving"] > shown[f"learned_length\t0 {name}\tloaded"] >= 1
+    assert worker._reporter._sent[f"learned\t0 {name}\tpromotions"] > 0 < shown[f"store_bytes\t0 {name}"]
     lengths = [before["accepted_tokens"] / before["drafts"]]
     lengths.append((after["accepted_tokens"] - before["accepted_tokens"]) / (after["drafts"] - before["drafts"]))
     assert lengths[1] > lengths[0] + 0.3, lengths

@@ -76,26 +76,40 @@ def test_agreement(base: BaseModel) -> None:
     rows = [served(base, newest, 1)[0] for newest in range(begin - 1, len(ROW) - 1)]
     probs = torch.stack(rows).softmax(-1)[torch.arange(len(rows)), torch.tensor(ROW[begin:])]
     same = sum(int(row.argmax()) == token for row, token in zip(rows, ROW[begin:], strict=True)) / len(rows)
-    agreement(base, [answer], [1])
-    assert agreement(base, [answer], LAYERS) == pytest.approx((same, same + float(probs.mean())), abs=1e-5)
+    agreement([answer], [1])
+    assert agreement([answer], LAYERS) == pytest.approx((same, float(probs.log().mean())), abs=1e-4)
+    whole = [served(base, newest, 3).argmax(-1) == torch.tensor(ROW[newest + 1 : newest + 4]) for newest in range(4, 9)]
+    assert torch.equal(answer.matches(LAYERS, 3), torch.stack(whole).T.float())
 
 
-def test_the_best_goes_first(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+def test_in_bfloat16(tiny_model: Path) -> None:
+    """As on a GPU. Fails if the head or the layers get states of another dtype."""
+    base = BaseModel.load(str(tiny_model), "cpu")
+    base.model.bfloat16()
+    [states] = base.hidden_states([ROW])
+    drafted = [guess.logits for guess in skipping_guesser(base, LAYERS)(states, 2)]
+    assert {logits.dtype for logits in (*drafted, *Answer(base, Text(ROW, 5, 0.0, 0)).drafts(LAYERS, 2))} == {
+        torch.float32
+    }
+
+
+def test_the_best_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the score of those left. Fails if the worst one goes, or a layer is tried that cannot be the best."""
     seen = list[list[int]]()
-    known = {(1, 2): 0.6, (0, 2): 0.9, (0, 1): 0.7, (2,): 0.5, (0,): 0.65}
+    known = {(1, 2): -0.4, (0, 2): -0.1, (0, 1): -0.3, (2,): -0.5, (0,): -0.35}
 
-    def agrees(_: Any, __: Any, layers: list[int]) -> tuple[float, float]:
+    def agrees(_: Any, layers: list[int]) -> tuple[float, float]:
         seen.append(layers)
-        return known[tuple(layers)] / 2, known[tuple(layers)]
+        return -known[tuple(layers)], known[tuple(layers)]
 
     monkeypatch.setattr(skipping, "agreement", agrees)
-    state, same = dropped_one(base, [], [], [HIGHEST] * 3)
-    assert state == {"dropped": [1], "scores": [0.6, 0.9, 0.7]} and same == 0.45
+    state, same = dropped_one([], [], [HIGHEST] * 3)
+    assert state == {"dropped": [1], "scores": [-0.4, -0.1, -0.3]} and same == 0.1
     assert seen == [[1, 2], [0, 2], [0, 1]]
-    state, same = dropped_one(base, [], **state)
-    assert state == {"dropped": [1, 2], "scores": [0.6, 0.9, 0.65]} and same == 0.325
-    assert seen[3:] == [[0]], "without layer 0 it was 0.6"
+    state, same = dropped_one([], **state)
+    assert state == {"dropped": [1, 2], "scores": [-0.4, -0.1, -0.35]} and same == 0.35
+    assert seen[3:] == [[0]], "without layer 0 it was -0.4"
 
 
 def test_command(

@@ -70,7 +70,7 @@ class BaseModel:
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [T, V] float32 of normed hidden states [T, H], as the model computes them after its layers."""
-        layers = self.model.base_model
+        layers, normed = self.model.base_model, normed.to(self.head_weight.dtype)
         layers.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=normed[None])
         try:
             token_ids = torch.zeros(1, len(normed), dtype=torch.long, device=normed.device)
@@ -105,27 +105,33 @@ class BaseModel:
         layers = range(first, self.num_layers if end is None else end)
         return self._passes(self.cut(layers, normed), num_tokens, DynamicCache())
 
-    def passes_beside(self, layers: Sequence[int], states: torch.Tensor, normed: bool = True) -> Run:
-        """Does the same for any layers, by their indices. The text already has the keys and values of the whole model,
-        so steps begin with 1. `states` [T, H] are those of the text's tokens before the first layer."""
+    def text_cache(self, states: torch.Tensor) -> DynamicCache:
+        """The keys and values of a text in all layers, from its states [T, H] before the first layer."""
         cache = DynamicCache()
         self.model.base_model(inputs_embeds=states[None], past_key_values=cache, use_cache=True)
-        return self._passes(self.cut(layers, normed), len(states), cache)
+        return cache
 
-    def _passes(self, body: Any, num_tokens: int, cache: DynamicCache) -> Run:
+    def passes_beside(self, layers: Sequence[int], text: DynamicCache, first: int = 0, normed: bool = True) -> Run:
+        """Does the same for any layers, by their indices, over the tokens from `first` on. The text already has the
+        keys and values of the whole model, so steps begin with 1."""
+        cache = copy.copy(text)
+        cache.layers = [copy.copy(layer) for layer in text.layers]  # that of a step has new tensors
+        return self._passes(self.cut(layers, normed), text.get_seq_length(), cache, first)
+
+    def _passes(self, body: Any, num_tokens: int, cache: DynamicCache, first: int = 0) -> Run:
         like = next(body.parameters())
         positions = torch.arange(num_tokens, device=like.device)
-        distance = positions[:, None] - positions  # [T, T] how far a key stands before a query
+        distance = positions[first:, None] - positions  # how far a key stands before a query
 
         def run(states: torch.Tensor, step: int = 0) -> torch.Tensor:
-            seen = [distance >= step, *(distance == step - earlier for earlier in range(1, step + 1))]
+            seen = [distance >= step, *(distance[:, first:] == step - earlier for earlier in range(1, step + 1))]
             allowed = torch.cat(seen, dim=1)[None, None]
             mask = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
             mask.masked_fill_(~allowed, torch.finfo(like.dtype).min)
             output = body(
                 inputs_embeds=states.to(like.dtype)[None],
                 attention_mask=mask,
-                position_ids=positions[None],
+                position_ids=positions[None, first:],
                 past_key_values=cache,
             )
             last: torch.Tensor = output.last_hidden_state[0].float()

@@ -1,29 +1,27 @@
 """`calibrate --layers` chooses the layers that a model skips when it drafts for itself (Zhang et al. 2023, "Draft &
-Verify"). A greedy search repeatedly removes the layer without which the others agree best with the model's answers.
-Earlier tokens have the keys and values of all layers, as after verification. N: tokens of an answer, V: vocabulary, K:
-num_draft.
+Verify"). A greedy search repeatedly removes the layer without which the others give the model's answers the highest
+probability. Earlier tokens have the keys and values of all layers, as after verification. N: tokens of an answer, V:
+vocabulary, K: num_draft.
 """
 
 import argparse
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import say, serve_with, show_table, write_json
-from vllm_specplugins.tools.training.kinds import skipping_guesser
-from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
+from vllm_specplugins.tools.training.scores import Text, mean_length, write_texts
 
 HELD_OUT = 3  # answers, of which one is not searched on
-HIGHEST = 2.0  # score
+HIGHEST = 0.0  # score, the mean logarithm of a probability
 PAYS = 1.05  # a guess of so much
 COLUMNS = ("same", "best K", "tok/step", "by layers")
 LEGEND = (
@@ -47,69 +45,49 @@ class Subset:
         return {"method": "early_exit", "layers": self.layers, "num_speculative_tokens": self.num_draft}
 
 
-class _TextCache(DynamicCache):  # type: ignore[misc]
-    """The keys and values of a text. Once it is `whole`, it forgets those of the tokens that stand beside it."""
-
-    whole = False
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if not self.whole:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        kept, given = self.layers[layer_idx], (key_states, value_states)
-        return tuple(torch.cat(pair, dim=-2) for pair in zip((kept.keys, kept.values), given, strict=True))
-
-
 class Answer:
     """An answer of the model, with its keys and values in all layers."""
 
     def __init__(self, base: BaseModel, text: Text):
-        self._base, self._cache = base, _TextCache()
-        token_ids, first, num_tokens = torch.tensor(text.row, device=base.model.device), text.begin - 1, len(text.row)
-        base.model.base_model(token_ids[None], past_key_values=self._cache, use_cache=True)
-        self._cache.whole = True
-        self._fed, self._emitted = base.model.get_input_embeddings()(token_ids[first:-1]), token_ids[first + 1 :]
-        self._places = torch.arange(first, num_tokens - 1, device=self._fed.device)
-        before = torch.arange(num_tokens, device=self._fed.device) < self._places[:, None]
-        allowed = torch.cat((before, torch.eye(len(self._fed), dtype=torch.bool, device=before.device)), dim=1)
-        self._mask = torch.zeros(allowed.shape, dtype=self._fed.dtype, device=before.device)
-        self._mask.masked_fill_(~allowed, torch.finfo(self._fed.dtype).min)
+        token_ids, self._first = torch.tensor(text.row, device=base.model.device), text.begin - 1
+        states = base.model.get_input_embeddings()(token_ids)
+        self._base, self._cache = base, base.text_cache(states)
+        self._fed, self._emitted = states[self._first :], token_ids[text.begin :]
 
-    def logits(self, body: Any) -> torch.Tensor:
-        """[N, V], from a body with some layers (BaseModel.cut), for each token of the answer."""
-        states = body(
-            inputs_embeds=self._fed[None],
-            attention_mask=self._mask[None, None],
-            position_ids=self._places[None],
-            past_key_values=self._cache,
-        ).last_hidden_state[0]
-        return self._base.logits(states)
+    def drafts(self, layers: Sequence[int], num_draft: int) -> Iterator[torch.Tensor]:
+        """Yields the logits [N - k, V] of these layers for tokens k = 0, 1, ... of drafts that begin at each token."""
+        run = self._base.passes_beside(layers, self._cache, self._first)
+        for k in range(num_draft):
+            yield self._base.logits(run(self._fed, k + 1)[k:-1])
 
-    def agreement(self, body: Any) -> torch.Tensor:
-        """[2, N]: whether a body drafts each token of the answer, and the probability of that token."""
-        logits = self.logits(body)
-        probs = logits.softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
-        return torch.stack(((logits.argmax(-1) == self._emitted).float(), probs))
+    def agreement(self, layers: Sequence[int]) -> torch.Tensor:
+        """[2, N]: whether these layers draft each token, and the logarithm of the probability that they give it."""
+        [logits] = self.drafts(layers, 1)
+        logprobs = logits.log_softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
+        return torch.stack(((logits.argmax(-1) == self._emitted).float(), logprobs))
+
+    def matches(self, layers: Sequence[int], num_draft: int) -> torch.Tensor:
+        """[K, N - K + 1]: whether the tokens of whole drafts are the answer's, if those before them are."""
+        right = [logits.argmax(-1) == self._emitted[k:] for k, logits in enumerate(self.drafts(layers, num_draft))]
+        return torch.stack([each[: len(right[-1])] for each in right]).float().cpu()
 
 
-def agreement(base: BaseModel, answers: Sequence[Answer], layers: Sequence[int]) -> tuple[float, float]:
-    """Returns the share of the answers' tokens that these layers draft, and that share plus the mean probability of
-    these tokens, which is less noisy."""
-    body = base.cut(layers)
-    same, probs = torch.cat([answer.agreement(body) for answer in answers], dim=1).mean(1).tolist()
-    return same, same + probs
+def agreement(answers: Sequence[Answer], layers: Sequence[int]) -> tuple[float, float]:
+    """The share of the answers' tokens that these layers draft, and the mean logarithm of the probability that they
+    give these tokens."""
+    same, logprob = torch.cat([answer.agreement(layers) for answer in answers], dim=1).mean(1).tolist()
+    return same, logprob
 
 
-def dropped_one(
-    base: BaseModel, answers: Sequence[Answer], dropped: list[int], scores: list[float]
-) -> tuple[dict[str, Any], float]:
+def dropped_one(answers: Sequence[Answer], dropped: list[int], scores: list[float]) -> tuple[dict[str, Any], float]:
     """The state of the search with one more layer `dropped`, and the share of tokens that the others draft. The earlier
     `scores` are upper bounds: a score below the best one is not computed again (lazy greedy search, Minoux 1978)."""
-    left = [layer for layer in range(base.num_layers) if layer not in dropped]
+    left = [layer for layer in range(len(scores)) if layer not in dropped]
     scores, best, best_same = list(scores), left[0], 0.0
     for rank, layer in enumerate(sorted(left, key=lambda layer: scores[layer], reverse=True)):
         if rank and scores[layer] <= scores[best]:
             break
-        same, scores[layer] = agreement(base, answers, [each for each in left if each != layer])
+        same, scores[layer] = agreement(answers, [each for each in left if each != layer])
         if not rank or scores[layer] > scores[best]:
             best, best_same = layer, same
     return {"dropped": [*dropped, best], "scores": scores}, best_same
@@ -121,6 +99,8 @@ def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) ->
     base, fewest = BaseModel.load(args.model, "cuda" if torch.cuda.is_available() else "cpu"), min(args.layers)
     if not 1 <= fewest <= max(args.layers) < base.num_layers:
         raise ConfigError(f"--layers must be from 1 to {base.num_layers - 1} for this model, not {brief(args.layers)}.")
+    if args.dtype not in (None, "auto"):
+        base.model.to(getattr(torch, args.dtype))
     with progress() as bars:
         task = bars.add_task("asking the model", total=None)
         texts = answers_of(base, prompts, args)
@@ -129,14 +109,14 @@ def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) ->
         state = resumed(args.json, facts) or {"dropped": [], "scores": [HIGHEST] * base.num_layers}
         bars.update(task, description="dropping layers", total=base.num_layers - fewest)
         while (num_dropped := len(state["dropped"])) < base.num_layers - fewest:
-            state, same = dropped_one(base, searched, **state)
+            state, same = dropped_one(searched, **state)
             words = f"dropping layers, those left draft {same:.0%} of the tokens"
             bars.update(task, completed=num_dropped + 1, description=words)
             write_json(args.json, {**facts, **state})
         bars.remove_task(task)
         bars.add_task("scoring held-out answers", total=None)
-        heldout = texts[HELD_OUT - 1 :: HELD_OUT]
-        subsets = [subset(base, heldout, state["dropped"], size, args.max_draft) for size in args.layers]
+        heldout = [Answer(base, text) for text in texts[HELD_OUT - 1 :: HELD_OUT]]
+        subsets = [subset(heldout, state, size, args.max_draft) for size in args.layers]
     write_json(args.json, {**facts, **state, "subsets": [asdict(row) for row in subsets]})
     show(subsets)
 
@@ -164,13 +144,13 @@ def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def subset(base: BaseModel, texts: Sequence[Text], dropped: list[int], size: int, max_draft: int) -> Subset:
-    """The layers that remain without this many, with their best K."""
-    layers = sorted(set(range(base.num_layers)) - set(dropped[: base.num_layers - size]))
-    guesser = skipping_guesser(base, layers)
-    bits = [accept_probs(base, text, guesser, max_draft)["greedy"] for text in texts]
+def subset(answers: Sequence[Answer], state: dict[str, Any], size: int, max_draft: int) -> Subset:
+    """The layers of this number that remain, with their best K."""
+    num_layers = len(state["scores"])
+    layers = sorted(set(range(num_layers)) - set(state["dropped"][: num_layers - size]))
+    bits = [answer.matches(layers, max_draft) for answer in answers]
     tokens = {k: mean_length([matches[:k] for matches in bits]) for k in range(1, max_draft + 1)}
-    gains = {k: emitted / (1 + k * size / base.num_layers) for k, emitted in tokens.items()}
+    gains = {k: emitted / (1 + k * size / num_layers) for k, emitted in tokens.items()}
     best = max(gains, key=lambda k: gains[k])
     return Subset(layers, torch.cat([matches[0] for matches in bits]).mean().item(), best, tokens[best], gains[best])
 

@@ -145,7 +145,7 @@ def skipping_guesser(base: BaseModel, layers: Sequence[int], head: ExitHead | No
     """Layers with these indices draft; tokens before a draft have the keys and values of all layers."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
-        run = base.passes_beside(layers, states[0], normed=head is None)
+        run = base.passes_beside(layers, base.text_cache(states[0]), normed=head is None)
         for start in range(min(num_draft, len(states[0]))):
             yield Guess((head or base).logits(run(states[0], start + 1))[start:], start)
 
