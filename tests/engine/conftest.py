@@ -121,7 +121,8 @@ def tapes(request: pytest.FixtureRequest, engine: Any) -> Iterator[None]:
 
 
 def verify_by_reference(patches: pytest.MonkeyPatch) -> None:
-    """As if the reference were a kernel: the real ones take up to a second a step here."""
+    """As if the reference were a kernel, which a graph records: the real ones take up to a second a step here."""
+    from simulated_device import tape
     from torch.utils._python_dispatch import _disable_current_modes
     from vllm_specplugins.kernels import rejection
     from vllm_specplugins.kernels.rejection import reference, step
@@ -130,9 +131,15 @@ def verify_by_reference(patches: pytest.MonkeyPatch) -> None:
 
     def as_kernel(operation: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
         def run(*arguments: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                results = operation(*arguments, **named)
-            return tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results)
+            def results() -> tuple[torch.Tensor, ...]:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    return operation(*arguments, **named)
+
+            made = tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results())
+            if tape.capturing():
+                again = lambda: [old.copy_(new) for old, new in zip(made, results(), strict=True)]  # noqa: E731
+                tape.launch("reference", again, writes=[])
+            return made
 
         return run
 

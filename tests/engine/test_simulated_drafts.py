@@ -33,6 +33,7 @@ SHORT = {"num_speculative_tokens": 2}  # graphs of three depths
 CASCADES = [("verify", EXIT, "greedy"), ("auto", JUMP | SHORT, "greedy"), ("auto", EXIT | SHORT, "greedy")]
 CASCADES[:0] = [long("auto", stage, "greedy") for stage in (MEDUSA, AHEAD)]
 CASCADES[:0] = [long("auto", stage, "probabilistic") for stage in (EXIT, JUMP, MEDUSA)]
+CASCADES[:0] = [long("auto", EXIT | SHORT, "coupled")]
 
 
 @pytest.fixture(scope="module", autouse=True)
