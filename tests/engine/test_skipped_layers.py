@@ -179,7 +179,7 @@ def test_tree(engine: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     {
         **dict.fromkeys(["LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"], True),
         **dict.fromkeys(["GptOssForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM"], True),
-        **dict.fromkeys(["Gemma4ForCausalLM", "HYV3ForCausalLM", "DeepseekV4ForCausalLM"], False),
+        **dict.fromkeys(["Gemma4ForCausalLM", "HYV3ForCausalLM", "DeepseekV4ForCausalLM", "SolarForCausalLM"], False),
     }.items(),
 )
 def test_skippable_by_source(architecture: str, allowed: bool) -> None:

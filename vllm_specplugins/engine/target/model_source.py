@@ -44,7 +44,8 @@ def may_be_cut(module: str) -> bool:
 
 
 def may_skip(module: str) -> bool:
-    """False if a layer of a body in these modules receives more than states from earlier layers, or reads their keys.
+    """False if a layer of a body in these modules receives more than states from earlier layers, or reads their keys,
+    or if a body treats its layers by their places.
 
     >>> may_skip("vllm.model_executor.models.gemma3"), may_skip("vllm.model_executor.models.gemma4")
     (True, False)
@@ -54,7 +55,17 @@ def may_skip(module: str) -> bool:
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "layer"]
     given = {part.id for call in calls for part in ast.walk(call) if isinstance(part, ast.Name)}
     keywords = {node.arg for source in sources for node in ast.walk(source) if isinstance(node, ast.keyword)}
-    return not sources or (bool(calls) and given <= _PLAIN_INPUTS and "kv_sharing_target_layer_name" not in keywords)
+    shares = "kv_sharing_target_layer_name" in keywords or any(map(_compares_places, nodes))
+    return not sources or (bool(calls) and given <= _PLAIN_INPUTS and not shares)
+
+
+def _compares_places(node: ast.AST) -> bool:
+    """Whether a loop over layers compares their places, except for the states that it hands to vLLM's drafters."""
+    if not isinstance(node, ast.For) or "end_layer" not in ast.unparse(node.iter):
+        return False
+    places = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+    compared = (ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Compare))
+    return any(test.split()[0] in places for test in compared if "aux_hidden_state_layers" not in test)
 
 
 def kinds_of_state(module: str) -> set[str]:
