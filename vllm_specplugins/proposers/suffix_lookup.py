@@ -110,7 +110,8 @@ class SuffixLookup(Lookup):
                     request.num_seen, has_new = num_tokens, True
                 owners.append(self.store.number(request.tenant))
             stored = np.zeros_like(texts.token_ids), *np.zeros((2, batch.num_reqs), np.int64)
-            limits = max_tokens, to_beat(texts).astype(np.int64), np.array(owners, np.int64)
+            least = to_beat(texts.num_draft, texts.confidence[:, 0]).astype(np.int64)
+            limits = max_tokens, least, np.array(owners, np.int64)
             draft_step((addresses, lengths, *begun(prefix), *limits), stored, tuple(self.store.ring))
             if has_new:
                 self._take_shared()

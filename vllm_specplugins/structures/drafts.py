@@ -83,10 +83,10 @@ def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArr
     return combine(is_first[:, None], first, second, num_draft)
 
 
-def to_beat(texts: DraftArrays) -> Array:
-    """Returns the match length [num_reqs] above which an earlier output is copied instead of the request's text: at
-    equal length, a match in another text is right less often."""
-    return namespace(texts.num_draft).where(texts.num_draft > 0, texts.confidence[:, 0] + MIN_LONGER, 0)
+def to_beat(num_draft: Array, match_length: Array) -> Array:
+    """Returns the match length [num_reqs] above which an earlier output is copied in place of the request's text, which
+    has these drafts: an equally long match is right less often in another text."""
+    return (match_length + MIN_LONGER) * (num_draft > 0)
 
 
 def better(first: DraftArrays, second: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:

@@ -187,7 +187,7 @@ class LateDrafts:
         agrees = ((sampled == tokens) | (places >= num_since[:, None])).all(dim=1) & (num_since >= 0)
         num_left = (drafted - num_since).clamp(min=0).minimum(max_draft) * agrees
         steps = places[: self._max_num_draft]
+        is_left = steps < num_left[:, None]
         shifted = tokens.gather(1, (steps + num_since[:, None]).clamp(0, self._length - 1))
-        token_ids = torch.where(steps < num_left[:, None], shifted, 0)
-        match_length = (row[:, _CONFIDENCE] + num_since).clamp(max=LONGEST_MATCH)
-        return Match(token_ids, num_left, match_length)
+        match_length = (row[:, _CONFIDENCE] + num_since).clamp(max=LONGEST_MATCH) * is_left[:, 0]
+        return Match(shifted * is_left, num_left, match_length)

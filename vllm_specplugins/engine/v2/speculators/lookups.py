@@ -15,8 +15,9 @@ from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.custom import CustomDrafts
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
+from vllm_specplugins.kernels.history_match import Match
 from vllm_specplugins.methods import build_proposer, is_custom_on_device, method_of
-from vllm_specplugins.structures.drafts import DraftArrays, either, of_stage, to_beat
+from vllm_specplugins.structures.drafts import DraftArrays, of_stage, to_beat
 
 
 class Lookups:
@@ -64,9 +65,11 @@ class Lookups:
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
         """Drafts as the first source, without a prefix."""
-        matches = (part.match(batch.slots, max_tokens, batch.longest) for part in self._parts)
-        first, *others = (of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length) for match in matches)
-        if not others:
-            return first
-        least = to_beat(others[0]) if self._compares else 0
-        return either((first.num_draft > 0) & (first.confidence[:, 0] > least), first, others[0])
+        match, *others = (part.match(batch.slots, max_tokens, batch.longest) for part in self._parts)
+        if others:
+            is_first = match.match_length > (to_beat(*others[0][1:]) if self._compares else 0)
+            match = Match(
+                torch.where(is_first[:, None], match.token_ids, others[0].token_ids),
+                *(torch.where(is_first, *parts) for parts in zip(match[1:], others[0][1:], strict=True)),
+            )
+        return of_stage(LOOKUP, *match)
