@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, generate
+from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, generate, num_dropped, progress
 from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, long, spec_metrics, verify_by_reference
 
 if not INTERPRETED:
@@ -49,7 +49,7 @@ def cascade(policy: str, stage: dict[str, Any], first: str = "prompt_lookup", **
     return {"method": "cascade", "policy": policy, "stages": stages, "num_speculative_tokens": K}
 
 
-AUTO = cascade("auto", EXIT, draft_sample_method="greedy", **SHORT)
+AUTO = cascade("auto", EXIT | SHORT, draft_sample_method="greedy")
 
 
 def drafted(llm: Any) -> dict[int, int]:
@@ -89,11 +89,13 @@ def test_cascade(
     num_decoded = device.ledger.num_steps - steps - 1  # all but the step of the prompts
     assert sum(drafted(llm).values()) - sum(before[0].values()) >= 0.95 * num_decoded
     assert replays(runner(llm).cudagraph_manager) - before[1] >= 0.95 * num_decoded
+    progress(llm)  # the worker hears of what was dropped
     stats = llm.collective_rpc("specplugins_stats")[0]
     lookup, exit_stage = stats["stages"].values()
     assert stats["faults"] == {} and stats["propose_ms"] == 0
-    in_vain = SHORT["num_speculative_tokens"] * len(prompts)  # at their ends
-    assert stage in (MEDUSA, AHEAD) or exit_stage["accepted"] >= exit_stage["verified"] - in_vain > 0
+    # All is right. The scheduler drops what passes a request's end, and the draft of the step that it had planned then.
+    in_vain = num_dropped(llm)
+    assert stage in (MEDUSA, AHEAD) or exit_stage["verified"] - in_vain == exit_stage["accepted"] > 0
     assert lookup["asked"] > 0 and lookup["accepted"] + exit_stage["accepted"] == stats["accepted_tokens"]
 
 
@@ -205,11 +207,11 @@ def test_nothing_found_costs_one_token(llm: Any) -> None:
 
 
 def test_launches(llm: Any) -> None:
-    """A graph of a lookup, whatever its size; beside a store, six launches compare both matches. Fails if a step takes
-    more launches than it was brought down to."""
+    """A graph of a lookup, whatever its size, and beside a store. Fails if a step takes more launches than it was
+    brought down to."""
     alone = runner(llm).speculator.lookups.late is None
     for graph in runner(llm).speculator._graphs_of[0].graphs.values():
-        assert graph.contents.total() <= (12 if alone else 50), graph.contents
+        assert graph.contents.total() <= (11 if alone else 43), graph.contents
 
 
 def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
