@@ -117,6 +117,12 @@ def check_vllm(words: list[str]) -> None:
         parser_of_vllm("bench serve").parse_args(words[2:])
 
 
+def check_docker(words: list[str]) -> None:
+    """What follows the image's name goes to `vllm serve`, which is the image's entry point."""
+    if words[0] == "run" and "--entrypoint" not in words:
+        check_vllm(["serve", *words[words.index("vllm-specplugins") + 1 :]])
+
+
 def check_pip(words: list[str]) -> None:
     """Extras that exist, and no package of an index but vLLM's."""
     with (ROOT / "pyproject.toml").open("rb") as file:
@@ -144,6 +150,7 @@ def check_tests(words: list[str]) -> None:
 CHECKS: dict[str, Callable[[list[str]], object]] = {
     "vllm": check_vllm,
     "vllm-specplugins": lambda words: parser().parse_args(words),
+    "docker": check_docker,
     "pip": check_pip,
     "python": lambda words: check_script(words) if words[0] != "-m" else None,
     "bash": check_script,
@@ -164,9 +171,8 @@ def check_data(block: Block) -> None:
         case "toml":
             tomllib.loads(block.code)
         case "yaml":
-            models: list[dict[str, Any]] = yaml.safe_load(block.code)["servingEngineSpec"]["modelSpec"]
-            arguments = models[0]["vllmConfig"]["extraArgs"]
-            check_config(arguments[arguments.index("--speculative-config") + 1])
+            model: dict[str, Any] = yaml.safe_load(block.code)["servingEngineSpec"]["modelSpec"][0]
+            check_vllm(["serve", model["modelURL"], *model["vllmConfig"]["extraArgs"]])
         case "python":
             compile(block.code, "block", "exec")
         case other:

@@ -13,7 +13,7 @@ import pytest
 from cases import PROMPT_LOOKUP, generate
 from conftest import DEMO_MODEL, EXAMPLES, RUNNER
 
-from vllm_specplugins import plan
+from vllm_specplugins import plan, register
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend import spec_config
 from vllm_specplugins.engine.frontend.spec_config import take_over
@@ -324,6 +324,17 @@ def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     ]
     with pytest.raises(ConfigError):
         engine_config({"method": "prompt_lookup", "max_ngram": 99})
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace(EngineArgs=object)])
+def test_vllm_without_our_entrance(
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kills: a later vLLM that does not start with any method, since the entry point raises."""
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
+    register()
+    [sentence] = caplog.messages
+    assert sentence.startswith("vllm-specplugins does not support this vLLM: ")
 
 
 @ONCE

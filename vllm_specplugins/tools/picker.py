@@ -6,6 +6,7 @@ from itertools import chain, count
 from typing import Any
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief
+from vllm_specplugins.config.fields import error_text
 from vllm_specplugins.methods import METHODS
 from vllm_specplugins.parsing import parse_config, registered_methods
 
@@ -79,7 +80,7 @@ def _parsed(text: str, option: str) -> tuple[str, Config]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{option} must be names or JSON, not {brief(text)} ({type(error).__name__}).") from None
+        raise ConfigError(f"{option} must be names or JSON, not {brief(text)} ({error_text(error)}).") from None
     match config:
         case {"method": str() as name, "num_speculative_tokens": int() as number}:
             return f"{name}:{number}", config

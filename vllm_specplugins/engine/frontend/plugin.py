@@ -20,11 +20,13 @@ logger = logging.getLogger("vllm.specplugins")
 
 def install() -> None:
     """Wraps EngineArgs, once per process. With VLLM_SPECPLUGINS_DISABLE=1 it only refuses our methods."""
-    from vllm.engine.arg_utils import EngineArgs
+    try:
+        from vllm.engine.arg_utils import EngineArgs
 
-    missing = [name for name in ("create_speculative_config", "create_engine_config") if not hasattr(EngineArgs, name)]
-    if missing:
-        logger.error("vllm-specplugins does not support this vLLM: EngineArgs.%s is missing.", missing[0])
+        for name in "create_speculative_config", "create_engine_config":
+            getattr(EngineArgs, name)
+    except (AttributeError, ImportError) as error:  # vLLM calls this at each start, whatever the method is
+        logger.error("vllm-specplugins does not support this vLLM: %s.", error)
         return
     if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
         wrap(EngineArgs, "create_engine_config", _refuse_ours)

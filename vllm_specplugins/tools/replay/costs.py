@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.config.fields import error_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def costs_of(name: str) -> CostTable:
         ms = {int(tokens): float(median) for tokens, median in bench["step_ms_by_tokens"].items()}
         source = f"{Path(bench['model']).name}, {bench['machine']['device']}: steps that bench measured"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{allowed}, not {brief(name)} ({type(error).__name__}).") from None
+        raise ConfigError(f"{allowed}, not {brief(name)} ({error_text(error)}).") from None
     if len(ms) < 2:
         raise ConfigError(f"{allowed}, not {brief(name)}.")
     return CostTable(dict(sorted(ms.items())), source=source)
