@@ -107,7 +107,10 @@ def _train_jump(add: Add) -> None:
     add("--inner-size", "inner size of the part", whole(1, 1_000_000), shown="4 times the hidden size")
     add("--num-draft", "number of consecutive draft tokens to train for", whole(1, 64), 3)
     add(
-        "--resume", "folder of a part to continue from, for example one that `learn` saved", shown="none", metavar="DIR"
+        "--resume",
+        "folder of a part to continue from, for example one that an engine trained",
+        shown="none",
+        metavar="DIR",
     )
     _training(add)
 
