@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "plan": {"config", "methods"},
     "parsing": {"config", "custom", "methods"},
     "commands": {"config"},
-    "__main__": {"commands", "config", "methods", "parsing"},
+    "__main__": {"__version__", "commands", "config", "methods", "parsing"},
     "__init__": {"config", "engine"},
 }
 _BELOW = {*MAY_IMPORT} - {"commands", "__main__", "__init__"}

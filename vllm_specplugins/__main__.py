@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import getdoc
 from pathlib import Path
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
+from vllm_specplugins import __version__
 from vllm_specplugins.commands import COMMANDS, adder
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.config.fields import error_text
@@ -38,7 +39,7 @@ def parser() -> Parser:
         description="Tools for speculative decoding.",
         epilog=f"Methods of --speculative-config: {', '.join((*METHODS, *registered_methods()))}.",
     )
-    commands.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('vllm-specplugins')}")
+    commands.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, _, add_arguments) in COMMANDS.items():
         words, _, example = (getdoc(add_arguments) or "").partition("\n\n")
