@@ -4,8 +4,10 @@ a tree without its root."""
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch
 from vllm_specplugins.engine.hooks import wrap
@@ -29,7 +31,7 @@ class LookaheadSpeculator(TreeSpeculator):
     def add(self, requests: Sequence[Request]) -> None:
         super().add(requests)
         for request in requests:
-            self._proposer.start(request.slot, torch.tensor(request.token_ids, dtype=torch.int64).to(self.device))
+            self._proposer.start(request.slot, async_tensor_h2d(request.token_ids.astype(np.int64), self.device))
 
     def _draft_on_device(self, target: Any, num_steps: int, longest: int | None = None) -> bool:
         return super()._draft_on_device(target, self.num_speculative_steps, longest)
