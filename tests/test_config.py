@@ -359,15 +359,15 @@ STAGE = {"method": "cascade", "stages": [LOOKUP]}
         ({**STAGE, "draft-p-min": 0.5}, "draft-p-min is llama.cpp's; here it is gate."),
         ({**STAGE, "stages": [{"method": "NGRAM"}]}, "NGRAM is SGLang's; here it is prompt_lookup."),
         ({**STAGE, "policy": "first"}, "policy must be one of 'auto', 'verify', not 'first'."),
-        ({**STAGE, "cost_table": "f"}, "; cost_table went after version 0.1.0: leave it out."),
+        ({**STAGE, "cost_table": "f"}, "; cost_table was removed after version 0.1.0: leave it out."),
         (
             {"method": "suffix_lookup", "max_index_bytes": 1},
-            "max_index_bytes went after version 0.1.0: leave it out.",
+            "max_index_bytes was removed after version 0.1.0: leave it out.",
         ),
         ({**LOOKUP, "rejection": "block"}, "; draft_sample_method 'coupled' replaces 'block'."),
         (
             {**STAGE, "stages": [{"method": "token_recycling"}]},
-            "went after version 0.1.0: use suffix_lookup.",
+            "was removed after version 0.1.0: use suffix_lookup.",
         ),
         ({**EXIT, "exit_layer": "auto"}, "exit_layer must be an integer from 1 to 10000, not 'auto'."),
     ],

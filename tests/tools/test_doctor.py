@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a field of vLLM's misspelt": ({"method": "ngram", "prompt_lookup_maxx": 5}, "did you mean 'prompt_lookup_max'?"),
     "a stage by a wrong name": ({"method": "cascade", "stages": ["prompt_lokup"]}, "did you mean 'prompt_lookup'?"),
     "a stage that needs more": ({"method": "cascade", "stages": ["prompt_lookup", "medusa"]}, "heads is missing"),
-    "no method": ({}, "method must be named"),
+    "no method": ({}, "method is missing"),
 }
 
 

@@ -152,11 +152,11 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     >>> did_you_mean("prompt_lookup_max", ["max_ngram", "min_ngram"])
     "; prompt_lookup_max is vLLM's; here it is max_ngram."
     >>> did_you_mean("cost_table", ["max_ngram", "min_ngram"])
-    '; cost_table went after version 0.1.0: leave it out.'
+    '; cost_table was removed after version 0.1.0: leave it out.'
     """
     names = list(names)
     if (name_of := str(name)) in GONE:
-        return f"; {name_of} went after version 0.1.0: {GONE[name_of]}."
+        return f"; {name_of} was removed after version 0.1.0: {GONE[name_of]}."
     engine, ours = ELSEWHERE.get(str(name).lstrip("-").replace("-", "_"), ("", ()))
     if match := next((our_name for our_name in ours if our_name in names), None):
         return f"; {name} is {engine}'s; here it is {match}."

@@ -221,7 +221,7 @@ class RemoteConfig:
         url: The address of an OpenAI-compatible server, as in http://HOST:PORT/v1.
         model: The name of the drafter on that server.
         tokenizer: "same" exchanges token ids, for a drafter with the target's tokenizer; "other" exchanges text.
-        max_prompt_tokens: The largest number of tokens in a question, which contains the newest ones.
+        max_prompt_tokens: The largest number of tokens in a question; older tokens are left out.
         api_key_env: The environment variable that holds the API key.
     """
 

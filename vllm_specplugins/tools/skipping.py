@@ -95,7 +95,7 @@ def dropped_one(answers: Sequence[Answer], dropped: list[int], scores: list[floa
 
 @torch.no_grad()
 def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
-    """Searches on some answers of the model, scores subsets of the sizes `args.layers` on others, and shows them."""
+    """Searches on some answers of the model, scores sets of `args.layers` layers on others, and shows them."""
     base, fewest = BaseModel.load(args.model, "cuda" if torch.cuda.is_available() else "cpu"), min(args.layers)
     if not 1 <= fewest <= max(args.layers) < base.num_layers:
         raise ConfigError(f"--layers must be from 1 to {base.num_layers - 1} for this model, not {brief(args.layers)}.")

@@ -123,7 +123,7 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
     name, arguments = asked.get("method"), {"spec_method": None, "spec_model": None, "spec_tokens": None}
     try:
         if name is None:
-            raise ConfigError("speculative_config: method must be named.")
+            raise ConfigError("speculative_config: method is missing.")
         raw = requested(SimpleNamespace(speculative_config=asked, **arguments))
         if raw is None and (name not in METHODS or "model" in asked):
             check_names(asked, [entry.name for entry in fields(SpeculativeConfig)], str(name))

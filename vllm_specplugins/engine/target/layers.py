@@ -100,7 +100,7 @@ class FirstLayers:
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), from the states before them.
-        If the range is empty, nothing attends, and no forward context is needed."""
+        If the range is empty, no attention runs, and no forward context is needed."""
         if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
             alone: torch.Tensor = self._body.norm(states) if normed else states
             return alone
