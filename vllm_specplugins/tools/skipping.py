@@ -145,7 +145,7 @@ def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def subset(answers: Sequence[Answer], state: dict[str, Any], size: int, max_draft: int) -> Subset:
-    """The layers of this number that remain, with their best K."""
+    """The best set of this number of layers, with its best K."""
     num_layers = len(state["scores"])
     layers = sorted(set(range(num_layers)) - set(state["dropped"][: num_layers - size]))
     bits = [answer.matches(layers, max_draft) for answer in answers]

@@ -145,7 +145,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not vllm_config.use_v2_model_runner:
         raise ConfigError(
-            f"{method}: pipeline_parallel_size must be 1 on Model Runner V1, where vLLM wants a drafter in each stage, "
+            f"{method}: pipeline_parallel_size must be 1 on Model Runner V1, where vLLM needs a drafter in each stage, "
             f"not {stages}."
         )
     if speculative_config.runs_target:
