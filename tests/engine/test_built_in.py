@@ -19,6 +19,7 @@ from eagle_heads import eagle_head, mtp_model, parallel_head
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.gate.gate import Gate
 
 pytestmark = pytest.mark.slow
 K = 4
@@ -266,6 +267,23 @@ def test_extended_and_gated(engine: Any, prompts: Any, expected: Any, monkeypatc
     assert len(told_ms) > 4 and min(told_ms[1:3]) >= 1000 * PAUSE_S
     if not INTERPRETED:  # the steps there are too few for a gate that has just learned the costs
         assert all(stage["accepted"] for stage in stats_of(llm))
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="its drafter drafts all K tokens, or one")
+def test_another_length_in_each_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any) -> None:
+    """Kills: a draft model whose KV cache misses tokens after a shorter draft, and one that drafts another number of
+    tokens than the gate chooses."""
+    lengths = itertools.cycle((2, 0, 3, 1))
+    monkeypatch.setattr(Gate, "offer_length", lambda *_: next(lengths))
+    llm = engine(beside_lookup(gate="auto"), model=str(checkpoint("llama")), **QUIET)
+    offers = Offers(llm, monkeypatch)
+    assert run(llm, prompts[:8]) == [tokens[:NUM_TOKENS] for tokens in expected[:8]]
+    whole = {tuple(prompt): [*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)}
+    for history, tokens in offers.by_history.items():
+        [text] = [text for prompt, text in whole.items() if history[: len(prompt)] == prompt]
+        rest = text[len(history) :]
+        assert tokens[: len(rest)] == rest[: len(tokens)]
+    assert set(map(len, offers.by_history.values())) == {1, 2, 3} and offers.num_without == 0
 
 
 def change_drafter(llm: Any, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], Any]) -> Iterator[int]:
