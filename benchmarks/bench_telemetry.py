@@ -2,8 +2,8 @@
 
     python benchmarks/bench_telemetry.py
 
-One engine with prompt_lookup takes sixteen steps with the metrics and sixteen without, in turns, since sixteen are
-counted together. Microseconds of the thread's CPU time: the least mean of sixteen steps of either kind.
+One engine with prompt_lookup takes BURST steps with the metrics and as many without, in turns, since these are counted
+together. Microseconds of the thread's CPU time: the least mean of BURST steps of either kind.
 """
 
 import os
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from bench_host_step import BATCHES, Engine
 
-ROUNDS, BLOCKS = 12, 24  # of requests, and of sixteen steps in a round
+ROUNDS, BLOCKS = 12, 12  # of requests, and of BURST steps in a round
 
 
 def nothing(*arguments: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ the previous step arrives, and ends with its outcome; it includes the drafting f
 import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import isnan, nan
 from time import perf_counter
 from typing import Any
@@ -22,18 +23,48 @@ STEPS = "specplugins_steps"  # attribute of SchedulerOutput: counts that the wor
 DRAFTING = "specplugins_drafting"  # attribute of ModelRunnerOutput: seconds on the host; why the next step has no draft
 MORE, WHOLE = "more", "none"  # labels: above the last bound; no token of the draft was rejected
 BOUNDS = ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), (0, 1, 2, 4, 8, 16, 32, 64))  # of a shape's labels
-BURST = 16  # steps that are counted together
+BURST = 32  # steps that are counted together
 _UNKNOWN = 0.0, None
 _LABELS = tuple((*map(str, bounds), MORE) for bounds in BOUNDS)
 
 
-def shape_of(*sizes: float) -> tuple[str, ...]:
-    """The labels of a shape: for each size, the smallest bound that is not below it.
+Shape = tuple[int, ...]  # the place of each size among its BOUNDS
 
-    >>> shape_of(3, 700.5, 31), shape_of(300, 0, 0)
+
+def shape_of(num_reqs: int, context: float, longest: int) -> Shape:
+    """The place of the least bound that is not below each size.
+
+    >>> labels_of(shape_of(3, 700.5, 31)), labels_of(shape_of(300, 0, 0))
     (('4', '2048', '32'), ('more', '512', '0'))
     """
-    return tuple(labels[bisect_left(bounds, size)] for bounds, labels, size in zip(BOUNDS, _LABELS, sizes, strict=True))
+    return bisect_left(BOUNDS[0], num_reqs), bisect_left(BOUNDS[1], context), bisect_left(BOUNDS[2], longest)
+
+
+def labels_of(shape: Shape) -> tuple[str, ...]:
+    return tuple(labels[place] for labels, place in zip(_LABELS, shape, strict=True))
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Sums over steps of one shape."""
+
+    num_tokens: int = 0
+    draft_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # of each step that follows another one
+    by_graph: Counter[Any] = field(default_factory=Counter)  # steps, by vLLM's record of their CUDA graph
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)  # requests, by tokens drafted and emitted
+
+    def series(self, shape: Shape) -> Iterator[tuple[str, float]]:
+        labels = labels_of(shape)
+        yield key("shape_tokens", *labels), self.num_tokens
+        if self.seconds:
+            yield key("shape_draft_time_seconds", *labels), self.draft_seconds
+        for mode, num in self.by_graph.items():
+            yield key("shape_steps", *labels, mode.rpartition(".")[2].lower()), num
+        for (length, emitted), num in self.outcomes.items():
+            accepted = max(0, emitted - 1)
+            position = WHOLE if accepted >= length else 1 << accepted.bit_length() >> 1
+            yield key("shape_first_rejections", *labels, position), num
 
 
 class StepWatch:
@@ -56,53 +87,53 @@ class StepWatch:
         self._steps.append(None)
 
     def taken(self) -> Mapping[str, Any]:
-        """Increments and lists of seconds since the last call, by series; empty until there are many, or no requests
-        are left."""
-        steps, counts, times = self._steps, defaultdict[str, float](float), defaultdict[str, list[float]](list)
+        """Increments and lists of seconds since the last ones, by series; none until there are many, or no request."""
+        steps = self._steps
         if not steps or (len(steps) < BURST and steps[-1] is not None):
             return {}
-        self._steps = []
+        self._steps, sums = [], defaultdict[Shape, _Steps](_Steps)
+        counts, times = defaultdict[str, float](float), dict[str, list[float]]()
         try:
             for step in steps * (not self._has_failed):
-                self._count(step, counts, times)
+                if reason := self._count(step, sums):
+                    counts[key("undrafted_steps", reason)] += 1
+            for shape, its in sums.items():
+                for series, num in its.series(shape):
+                    counts[series] += num
+                if its.seconds:
+                    times[key("shape_time_seconds", *labels_of(shape))] = its.seconds
         except Exception as error:
             self._has_failed = True
             logger.error("Steps are not counted any more (%s); requests go on.", cause_text(error))
         return {**counts, **times}
 
-    def _count(self, step: Any, counts: dict[str, float], times: dict[str, list[float]]) -> None:
-        """Counts a step, unless it reads prompts."""
+    def _count(self, step: Any, sums: Mapping[Shape, _Steps]) -> str | None:
+        """Counts a step, unless it reads prompts. Returns the reason why it verified no draft, if so."""
         if step is None:
             self._at = nan
-            return
+            return None
         now, scheduled, (index, cuda_graph_stat, (draft_seconds, next_reason)), num_sampled, chosen, verified = step
         before, self._at, reason, self._reason = self._at, now, self._reason, next_reason
         drafts, num_reqs = scheduled.scheduled_spec_decode_tokens, len(scheduled.num_scheduled_tokens)
         lengths = list(map(len, drafts.values()))
         decoded = num_reqs + sum(lengths)
         if not num_reqs or scheduled.scheduled_new_reqs or scheduled.total_num_scheduled_tokens != decoded:
-            return
+            return None
         if not lengths:
             reason = "scheduler" if chosen == 0 else reason or "no draft"
         else:
             reason = "trimmed" if verified == 0 else None
         cached_request_data = scheduled.scheduled_cached_reqs
         context = sum(cached_request_data.num_computed_tokens) / num_reqs
-        shape = shape_of(num_reqs, context, 0 if reason else max(lengths))
-        graph = cuda_graph_stat.runtime_mode.rpartition(".")[2].lower() if cuda_graph_stat else "unknown"
-        counts[key("shape_steps", *shape, graph)] += 1
-        counts[key("shape_tokens", *shape)] += sum(num_sampled)
+        its = sums[shape_of(num_reqs, context, 0 if reason else max(lengths))]
+        its.by_graph[cuda_graph_stat.runtime_mode if cuda_graph_stat else "unknown"] += 1
+        its.num_tokens += sum(num_sampled)
         if not isnan(now - before):
-            counts[key("shape_draft_time_seconds", *shape)] += draft_seconds
-            times[key("shape_time_seconds", *shape)].append(now - before)
-        if reason is not None:
-            counts[key("undrafted_steps", reason)] += 1
-            return
-        sampled = map(num_sampled.__getitem__, map(index.__getitem__, drafts))
-        for (length, emitted), num in Counter(zip(lengths, sampled, strict=True)).items():
-            accepted = max(0, emitted - 1)
-            position = WHOLE if accepted >= length else 1 << accepted.bit_length() >> 1
-            counts[key("shape_first_rejections", *shape, position)] += num
+            its.draft_seconds += draft_seconds
+            its.seconds.append(now - before)
+        if reason is None:
+            its.outcomes.update(zip(lengths, map(num_sampled.__getitem__, map(index.__getitem__, drafts)), strict=True))
+        return reason
 
 
 class StepTotals:
