@@ -22,6 +22,7 @@ from vllm_specplugins.engine.trees import check_trees
 
 on_v2 = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
 N = 7
+LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 1}
 
 
 def exit_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) -> dict[str, Any]:
@@ -289,16 +290,19 @@ def test_seeded_samples(attention: None, engine: Any, prompts: Any, temperature:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"attention_backend": "FLASH_ATTN"}, "attention_backend must be TRITON_ATTN or left out with tree"),
-        ({"kv_cache_dtype": "fp8"}, "tree must be left out with a quantised KV cache"),
-        ({"enable_lora": True}, "tree must be left out with LoRA"),
-        ({"hf_overrides": {"sliding_window": 64}}, "tree must be left out with a sliding window"),
-        ({"tensor_parallel_size": 2}, "tree must be left out with several ranks or engines"),
+        ({"attention_backend": "FLASH_ATTN"}, "attention_backend must be TRITON_ATTN or left out with {}"),
+        ({"kv_cache_dtype": "fp8"}, "{} must be left out with a quantised KV cache"),
+        ({"enable_lora": True}, "{} must be left out with LoRA"),
+        ({"hf_overrides": {"sliding_window": 64}}, "{} must be left out with a sliding window"),
+        ({"tensor_parallel_size": 2}, "{} must be left out with several ranks or engines"),
         ({}, ""),
     ],
     ids=str,
 )
-def test_refusals(arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("config", "word"), [(exit_tree(), "tree"), (LOOKAHEAD, "lookahead")], ids=str)
+def test_refusals(
+    arguments: dict[str, Any], words: str, config: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before anything is loaded, in one sentence. Kills: an engine that would verify by a wrong mask. Fails if trees
     are served where outputs may not depend on the batch."""
     from vllm import envs
@@ -306,20 +310,20 @@ def test_refusals(arguments: dict[str, Any], words: str, monkeypatch: pytest.Mon
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if RUNNER == "v1":
-        arguments, words = {}, "tree must be left out on Model Runner V1"
-    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=exit_tree(), enforce_eager=True, **arguments)
+        arguments, words = {}, "{} must be left out on Model Runner V1"
+    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=config, enforce_eager=True, **arguments)
     if not words:
         args.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
-        config = args.create_engine_config()
-        assert config.attention_config.backend.name == "CUSTOM"
+        made = args.create_engine_config()
+        assert made.attention_config.backend.name == "CUSTOM"
         assert args.attention_config.backend is AttentionBackendEnum.TRITON_ATTN, "the caller's"
-        config.aux_output_config.enable_return_routed_experts = True
-        with pytest.raises(ConfigError, match="tree must be left out with auxiliary outputs"):
-            check_trees(config)
-        config.aux_output_config.enable_return_routed_experts = False
+        made.aux_output_config.enable_return_routed_experts = True
+        with pytest.raises(ConfigError, match=f"{word} must be left out with auxiliary outputs"):
+            check_trees(made)
+        made.aux_output_config.enable_return_routed_experts = False
         monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
-        with pytest.raises(ConfigError, match="tree must be left out with VLLM_BATCH_INVARIANT"):
-            check_trees(config)
+        with pytest.raises(ConfigError, match=f"{word} must be left out with VLLM_BATCH_INVARIANT"):
+            check_trees(made)
         return
-    with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
+    with pytest.raises(ConfigError, match=f"^{config['method']}: {words.format(word)}"):
         args.create_engine_config()
