@@ -144,7 +144,7 @@ def drafts_of(llm: Any, prompt: list[int], num_tokens: int, spoils: bool = False
 @pytest.mark.long
 def test_chat_model(engine: Any) -> None:
     """22 of 30 layers draft for held-out answers of the chat model: on both runners the tokens that V1 drafted when it
-    wrote the file. Fails if a runner drafts another token, or if fewer than 75 % of all tokens are right."""
+    wrote the file. Fails if a runner drafts another token, or on V1 if fewer than 75 % of all tokens are right."""
     recorded, model = json.loads(CHAT_DRAFTS.read_text()), {"model": str(CHAT_MODEL), "async_scheduling": False}
     prompts = token_rows([PROMPTS], load_tokenizer(str(CHAT_MODEL)), 640)
     heldout = sorted(set(range(len(prompts))) - set(every_nth(len(prompts), 30)))  # not asked by `calibrate --layers`
@@ -152,11 +152,12 @@ def test_chat_model(engine: Any) -> None:
     llm, right = engine(config, **model, enforce_eager=True), list[bool]()
     for index, (output, drafts) in recorded["answers"].items():
         assert int(index) in heldout and drafts_of(llm, prompts[int(index)], 64) == (output, drafts)
-    for index in heldout[:: 1 if RUNNER == "v1" else len(heldout)]:
-        output, drafts = drafts_of(llm, prompts[index], 64, spoils=True)
-        right += [draft[1] == [*prompts[index], *output][draft[0]] for draft in drafts]
-    print(f"{sum(right)} of {len(right)} drafted tokens are right")
-    assert sum(right) >= 0.75 * len(right)
+    if RUNNER == "v1":
+        for index in heldout:
+            output, drafts = drafts_of(llm, prompts[index], 64, spoils=True)
+            right += [draft[1] == [*prompts[index], *output][draft[0]] for draft in drafts]
+        print(f"{sum(right)} of {len(right)} drafted tokens are right")
+        assert sum(right) >= 0.75 * len(right)
 
 
 @pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")

@@ -12,7 +12,7 @@ from vllm_specplugins.__main__ import main
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools import skipping
 from vllm_specplugins.tools.base_model import BaseModel
-from vllm_specplugins.tools.skipping import HIGHEST, Answer, agreement, dropped_one
+from vllm_specplugins.tools.skipping import HIGHEST, Answer, dropped_one, score
 from vllm_specplugins.tools.training.kinds import skipping_guesser
 from vllm_specplugins.tools.training.scores import Text
 
@@ -68,16 +68,16 @@ def test_unrolls_as_it_serves(base: BaseModel) -> None:
 
 
 @torch.no_grad()
-def test_agreement(base: BaseModel) -> None:
+def test_answers(base: BaseModel) -> None:
     """Kills: a token that is compared with the one before it, its own key left out, or an answer that keeps the keys of
     an earlier trial."""
     begin = 5
     answer = Answer(base, Text(ROW, begin, 0.0, 0))
     rows = [served(base, newest, 1)[0] for newest in range(begin - 1, len(ROW) - 1)]
-    probs = torch.stack(rows).softmax(-1)[torch.arange(len(rows)), torch.tensor(ROW[begin:])]
-    same = sum(int(row.argmax()) == token for row, token in zip(rows, ROW[begin:], strict=True)) / len(rows)
-    agreement([answer], [1])
-    assert agreement([answer], LAYERS) == pytest.approx((same, float(probs.log().mean())), abs=1e-4)
+    logprobs = torch.stack(rows).log_softmax(-1)[torch.arange(len(rows)), torch.tensor(ROW[begin:])]
+    answer.logprobs([1])
+    torch.testing.assert_close(answer.logprobs(LAYERS), logprobs, atol=1e-4, rtol=1e-4)
+    assert score([answer, answer], LAYERS) == pytest.approx(float(logprobs.mean()), abs=1e-4)
     whole = [served(base, newest, 3).argmax(-1) == torch.tensor(ROW[newest + 1 : newest + 4]) for newest in range(4, 9)]
     assert torch.equal(answer.matches(LAYERS, 3), torch.stack(whole).T.float())
 
@@ -99,16 +99,16 @@ def test_the_best_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[list[int]]()
     known = {(1, 2): -0.4, (0, 2): -0.1, (0, 1): -0.3, (2,): -0.5, (0,): -0.35}
 
-    def agrees(_: Any, layers: list[int]) -> tuple[float, float]:
+    def scored(_: Any, layers: list[int]) -> float:
         seen.append(layers)
-        return -known[tuple(layers)], known[tuple(layers)]
+        return known[tuple(layers)]
 
-    monkeypatch.setattr(skipping, "agreement", agrees)
-    state, same = dropped_one([], [], [HIGHEST] * 3)
-    assert state == {"dropped": [1], "scores": [-0.4, -0.1, -0.3]} and same == 0.1
+    monkeypatch.setattr(skipping, "score", scored)
+    state = dropped_one([], [], [HIGHEST] * 3)
+    assert state == {"dropped": [1], "scores": [-0.4, -0.1, -0.3]}
     assert seen == [[1, 2], [0, 2], [0, 1]]
-    state, same = dropped_one([], **state)
-    assert state == {"dropped": [1, 2], "scores": [-0.4, -0.1, -0.35]} and same == 0.35
+    state = dropped_one([], **state)
+    assert state == {"dropped": [1, 2], "scores": [-0.4, -0.1, -0.35]}
     assert seen[3:] == [[0]], "without layer 0 it was -0.4"
 
 

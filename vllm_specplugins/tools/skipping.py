@@ -60,11 +60,10 @@ class Answer:
         for k in range(num_draft):
             yield self._base.logits(run(self._fed, k + 1)[k:-1])
 
-    def agreement(self, layers: Sequence[int]) -> torch.Tensor:
-        """[2, N]: whether these layers draft each token, and the logarithm of the probability that they give it."""
+    def logprobs(self, layers: Sequence[int]) -> torch.Tensor:
+        """[N]: the logarithm of the probability that these layers give each token."""
         [logits] = self.drafts(layers, 1)
-        logprobs = logits.log_softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
-        return torch.stack(((logits.argmax(-1) == self._emitted).float(), logprobs))
+        return logits.log_softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
 
     def matches(self, layers: Sequence[int], num_draft: int) -> torch.Tensor:
         """[K, N - K + 1]: whether the tokens of whole drafts are the answer's, if those before them are."""
@@ -72,25 +71,22 @@ class Answer:
         return torch.stack([each[: len(right[-1])] for each in right]).float().cpu()
 
 
-def agreement(answers: Sequence[Answer], layers: Sequence[int]) -> tuple[float, float]:
-    """The share of the answers' tokens that these layers draft, and the mean logarithm of the probability that they
-    give these tokens."""
-    same, logprob = torch.cat([answer.agreement(layers) for answer in answers], dim=1).mean(1).tolist()
-    return same, logprob
+def score(answers: Sequence[Answer], layers: Sequence[int]) -> float:
+    """The mean logarithm of the probability that these layers give the answers' tokens."""
+    return float(torch.cat([answer.logprobs(layers) for answer in answers]).mean())
 
 
-def dropped_one(answers: Sequence[Answer], dropped: list[int], scores: list[float]) -> tuple[dict[str, Any], float]:
-    """The state of the search with one more layer `dropped`, and the share of tokens that the others draft. The earlier
-    `scores` are upper bounds: a score below the best one is not computed again (lazy greedy search, Minoux 1978)."""
-    left = [layer for layer in range(len(scores)) if layer not in dropped]
-    scores, best, best_same = list(scores), left[0], 0.0
-    for rank, layer in enumerate(sorted(left, key=lambda layer: scores[layer], reverse=True)):
-        if rank and scores[layer] <= scores[best]:
+def dropped_one(answers: Sequence[Answer], dropped: list[int], scores: list[float]) -> dict[str, Any]:
+    """The state of the search with one more layer `dropped`. The earlier `scores` are upper bounds: a score below the
+    best one is not computed again (lazy greedy search, Minoux 1978)."""
+    left = sorted(set(range(len(scores))) - set(dropped), key=lambda layer: -scores[layer])
+    scores, best = list(scores), left[0]
+    for layer in left:
+        if layer != left[0] and scores[layer] <= scores[best]:
             break
-        same, scores[layer] = agreement(answers, [each for each in left if each != layer])
-        if not rank or scores[layer] > scores[best]:
-            best, best_same = layer, same
-    return {"dropped": [*dropped, best], "scores": scores}, best_same
+        scores[layer] = score(answers, sorted(set(left) - {layer}))
+        best = max(best, layer, key=lambda each: scores[each])
+    return {"dropped": [*dropped, best], "scores": scores}
 
 
 @torch.no_grad()
@@ -109,9 +105,8 @@ def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) ->
         state = resumed(args.json, facts) or {"dropped": [], "scores": [HIGHEST] * base.num_layers}
         bars.update(task, description="dropping layers", total=base.num_layers - fewest)
         while (num_dropped := len(state["dropped"])) < base.num_layers - fewest:
-            state, same = dropped_one(searched, **state)
-            words = f"dropping layers, those left draft {same:.0%} of the tokens"
-            bars.update(task, completed=num_dropped + 1, description=words)
+            state = dropped_one(searched, **state)
+            bars.update(task, completed=num_dropped + 1)
             write_json(args.json, {**facts, **state})
         bars.remove_task(task)
         bars.add_task("scoring held-out answers", total=None)
