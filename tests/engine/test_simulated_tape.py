@@ -1,8 +1,10 @@
 """The simulated device alone: tapes, streams and late copies, without an engine."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -210,3 +212,20 @@ def test_an_event_of_an_earlier_step_is_no_wait(device: Device) -> None:
         event.record()
         with pytest.raises(DeviceError):
             event.synchronize()
+
+
+def test_a_new_request_of_lookahead(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: tokens that a step waits for until they are on the device."""
+    from vllm_specplugins.config import LookaheadConfig
+    from vllm_specplugins.draft import ProposerContext
+    from vllm_specplugins.engine.v2.trees.lookahead import LookaheadSpeculator, TreeSpeculator
+    from vllm_specplugins.proposers.lookahead import Lookahead
+
+    monkeypatch.setattr(TreeSpeculator, "add", lambda *_: None)
+    speculator = object.__new__(LookaheadSpeculator)
+    speculator.device = HERE
+    context = ProposerContext(100, 64, 2, 29, tokenize=lambda text: [], device=HERE)
+    speculator._proposer = Lookahead(LookaheadConfig(), context)
+    with device.waits_forbidden(), device.ledger.step():
+        speculator.add([SimpleNamespace(slot=0, token_ids=np.arange(20, dtype=np.int32))])
+    assert on_host(speculator._proposer._pool[0, -3:-1]) == [[15, 16, 17, 18], [16, 17, 18, 19]]

@@ -65,7 +65,8 @@ class Lookahead(Proposer):
     def start(self, slot: int, token_ids: torch.Tensor) -> None:
         """Begins a request with the n-grams of its text, token ids [T] int64 with T > 0."""
         text, window = token_ids[-POOL - self.ngram + 1 :], self._window[slot]
-        self._pool[slot], self._oldest[slot] = NO_TOKEN, 0
+        self._pool[slot].fill_(NO_TOKEN)
+        self._oldest[slot].fill_(0)  # an assignment would wait for the device
         if len(text) >= self.ngram:
             ngrams = text.unfold(0, self.ngram, 1)
             self._pool[slot, POOL - len(ngrams) : POOL] = ngrams
