@@ -1,5 +1,5 @@
-"""Tiny EAGLE and EAGLE-3 heads with random weights for families.py's Llama, in the format of published checkpoints,
-and families.py's Qwen 2 with a layer for multi-token prediction, in the format of MiMo's."""
+"""Tiny EAGLE and EAGLE-3 heads with random weights for a Llama of families.py, in the format of published checkpoints,
+and a Qwen 2 of families.py with a layer for multi-token prediction, in the format of MiMo's."""
 
 import functools
 import json
@@ -14,27 +14,27 @@ SHARPNESS = 3.0  # of the attention: its output depends on single tokens
 
 
 @functools.cache
-def eagle_head(method: str) -> Path:
+def eagle_head(method: str, family: str = "llama") -> Path:
     """A folder with a head for "eagle" or "eagle3"; it is removed when the process ends."""
-    folder = new_folder(method)
-    target = FAMILIES["llama"]
+    folder, target = new_folder(method), FAMILIES[family]
     config = {**target.to_dict(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "dtype": "float32"}
-    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]  # vLLM's choice needs a target of more layers
+    first = max(0, target.num_hidden_layers - 3)  # vLLM's choice needs a target of more layers
+    config["eagle_aux_hidden_state_layer_ids"] = [first, first + 1, first + 2]
     (folder / "config.json").write_text(json.dumps(config))
-    _save(_random(_shapes(method)), folder)
+    _save(_random(_shapes(method, family)), folder)
     return folder
 
 
 @functools.cache
-def parallel_head(method: str) -> Path:
+def parallel_head(method: str, family: str = "llama") -> Path:
     """A folder with a layer for "dflash" or "dspark": attention over projected states of the target, and for the latter
     what one token says of the next, and how sure it is; it is removed when the process ends."""
-    folder, target = new_folder(method), FAMILIES["llama"]
-    hidden, head = target.hidden_size, target.head_dim
+    folder, target = new_folder(method), FAMILIES[family]
+    hidden, head, layers = target.hidden_size, target.head_dim, [0, target.num_hidden_layers // 2]
     kind = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[method]
     config = {**target.to_dict(), "architectures": [kind], "model_type": "qwen3", "dtype": "float32"}
-    config |= {"num_hidden_layers": 1, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}
-    shapes = {name: shape for name, shape in _shapes("eagle").items() if name != "fc.weight"}
+    config |= {"num_hidden_layers": 1, "dflash_config": {"mask_token_id": 5, "target_layer_ids": layers}}
+    shapes = {name: shape for name, shape in _shapes("eagle", family).items() if name != "fc.weight"}
     shapes |= {f"layers.0.self_attn.{name}_norm.weight": (head,) for name in "qk"}
     shapes |= {f"{name}norm.weight": (hidden,) for name in ("hidden_", "", "layers.0.input_layer")}
     if method == "dspark":
@@ -47,9 +47,9 @@ def parallel_head(method: str) -> Path:
 
 
 @functools.cache
-def mtp_model() -> Path:
+def mtp_model(family: str = "qwen2") -> Path:
     """A folder with a target whose checkpoint holds a layer for `mtp`; it is removed when the process ends."""
-    folder, plain = new_folder("mimo"), checkpoint("qwen2")
+    folder, plain = new_folder("mimo"), checkpoint(family)
     config = json.loads((plain / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
@@ -83,8 +83,8 @@ def _save(weights: dict[str, torch.Tensor], folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _shapes(method: str) -> dict[str, tuple[int, ...]]:
-    config = FAMILIES["llama"]
+def _shapes(method: str, family: str) -> dict[str, tuple[int, ...]]:
+    config = FAMILIES[family]
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     is_third = method == "eagle3"

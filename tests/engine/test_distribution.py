@@ -5,7 +5,7 @@ A row of the table is a method, the parameters of its samples, how many are enou
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,11 +15,13 @@ import pytest
 import torch
 from cases import generate
 from conftest import ALL, EXAMPLES, INTERPRETED, RUNNER, graphs, long, spec_metrics, verify_by_reference
+from eagle_heads import eagle_head, mtp_model, parallel_head
+from families import FAMILIES, make_model
 from parts import learner_of, swaps_weights, with_embeddings, write_head
 from prompts import load_prompts
-from recorded import drafts_pay, replays, runner
+from recorded import drafts_pay, replays, runner, verified
 from test_trees import exit_tree, merged_tree, rounds_tree
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config
 from tree_attention import attend_by_reference
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
@@ -40,6 +42,9 @@ WARM, CUT = [cell(1.0)], [cell(0.8, TOP_P)]
 SOME, KINDS = (0.0, 1.0), {"greedy": "", "probabilistic": "-probabilistic", "coupled": "-coupled"}
 LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 2, "gate": "off"}
 Config = dict[str, Any] | Callable[[Path], dict[str, Any]]  # of a folder for trained parts
+# Families: the target of `verify-lossless`, and one of which there are targets with a layer for `mtp`.
+TINY, OF_MTP = "tiny", "tiny qwen2"
+DRAFTERS = "eagle3", "mtp", "dflash", "dspark"  # the last two are V2's
 Judge = Callable[..., tuple[Any, list[tuple[Judged, str]]]]
 
 
@@ -49,6 +54,7 @@ class Row(NamedTuple):
     num_samples: int
     accepted: tuple[float, float] = SOME  # the smallest and the largest share of drafted tokens
     runs: str = "eagerly"  # or "in graphs", "a tree"
+    family: str = ""  # of the target, which holds its drafter; else it is verify-lossless's
 
 
 def sampled(config: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +69,30 @@ def jump_that_learns(folder: Path) -> dict[str, Any]:
     return sampled(write_head(folder / "learns", 0, 2, 0.05, num_layers=2, hidden_size=64)) | {"learn": True}
 
 
+def after_lookup(method: str) -> Callable[[Path], dict[str, Any]]:
+    """A cascade of a lookup and a drafter of vLLM's; on V2 of short drafts, which the device may trim."""
+
+    def config(folder: Path) -> dict[str, Any]:
+        made = dict(METHODS["cascade-eagle"])
+        own = {**made["stages"][1], "method": method, "model": f"MADE/{method}"}
+        if method == "mtp":
+            del own["model"]
+        elif method in DRAFTERS:
+            own["model"] = str((eagle_head if method == "eagle3" else parallel_head)(method, TINY))
+        if RUNNER == "v2":
+            del made["gate"]
+            own["num_speculative_tokens"], made["num_speculative_tokens"] = 3, 6
+        return {**made, "stages": [made["stages"][0], own]}
+
+    return config
+
+
 def ahead_of_all(folder: Path) -> dict[str, Any]:
     return sampled(with_embeddings(folder / "ahead", 2, 2, hidden_size=64))
+
+
+def of_drafter(method: str, *rest: Any) -> Row:
+    return Row(after_lookup(method), *rest, family=OF_MTP if method == "mtp" else "")
 
 
 if RUNNER == "v1":
@@ -72,6 +100,7 @@ if RUNNER == "v1":
     FEW = {"prompt_lookup": EACH[-2:], "cascade-verify": EACH[-2:], "jump-probabilistic": EACH}
     ROWS = {name: Row(METHODS[name], cells, 500) for name, cells in FEW.items()}
     ROWS |= {name: Row(config, EACH, 500) for name, config in METHODS.items() if ALL}
+    ROWS |= {f"cascade-{name}": of_drafter(name, EACH, 500) for name in DRAFTERS[:2] if ALL}
     ROWS |= {f"exit, {kind}": Row(METHODS[f"early_exit{end}"], CUT, 1500) for kind, end in KINDS.items()}
 else:  # an interpreted step takes a tenth of a second, and more with many requests
     ROWS = {
@@ -86,13 +115,16 @@ else:  # an interpreted step takes a tenth of a second, and more with many reque
         "rounds": Row(rounds_tree(4, 1), [cell(0.8), cell(1.0)], 400, SOME, "a tree"),
         "lookahead": Row(LOOKAHEAD, [cell(0.8)], 400, (0.0, 0.5), "a tree"),
         "merged tree": Row(merged_tree(4, 1), WARM, 400, SOME, "a tree"),
-        **{name: Row(METHODS[name], WARM, 200, SOME, "in graphs") for name in ("cascade-draft_model", "cascade-eagle")},
+        **{
+            f"cascade-{name}": of_drafter(name, WARM, 200, SOME, "in graphs")
+            for name in ("draft_model", "eagle", *DRAFTERS)
+        },
     }
 IN_CI = ROWS if RUNNER == "v1" else ("verify", "exit", "all layers", "learning jump", "tree", "rounds")
 
 
 @pytest.fixture(scope="module")
-def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     """judge(row, arguments of LLM): its engine, and each cell with its verdict."""
     folder = tmp_path_factory.mktemp("tiny")
     model = write_checkpoint(folder, seed=0)
@@ -100,10 +132,11 @@ def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
     def judge(row: Row, watch: Callable[[Any], None] = lambda llm: None, **more: Any) -> Any:
         config = grid.placed(row.config(folder) if callable(row.config) else row.config, folder)
-        settings = {**SETTINGS, "model": str(folder), "seed": 0, "max_num_seqs": 64 if INTERPRETED else 256, **more}
+        of_row = (make_model(row.family), mtp_model(row.family)) if row.family else (model, folder)
+        settings = {**SETTINGS, "model": str(of_row[1]), "seed": 0, "max_num_seqs": 64 if INTERPRETED else 256, **more}
         if in_graphs := row.runs == "in graphs":
             settings |= {"max_num_seqs": 8, **graphs((1, 8, 8 * (1 + config["num_speculative_tokens"])))}
-        verification = Verification(model, row.cells, row.num_samples, 0, lambda: None)
+        verification = Verification(of_row[0], row.cells, row.num_samples, 0, lambda: None)
         plain = [Judged(NO_SPECULATION, "")]
         if any(cell.is_greedy for cell in row.cells):
             plain = verification.judge(partial(draw, engine(**settings)), NO_SPECULATION)
@@ -112,7 +145,10 @@ def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
         judged = verification.judge(partial(in_batches if in_graphs else draw, llm), "ours")
         return llm, list(zip(judged, Report([*plain, *judged], {}).verdicts[len(plain) :], strict=True))
 
-    return judge
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setitem(FAMILIES, TINY, model.config)
+        patches.setitem(FAMILIES, OF_MTP, Qwen2Config(**{**model.config.to_dict(), "model_type": "qwen2"}))
+        yield judge
 
 
 @contextmanager
@@ -134,16 +170,19 @@ def prepared(row: Row, engine: Any) -> Iterator[None]:
 
 
 def in_batches(llm: Any, requests: Any) -> Drawn:
-    """Of 1 to 8 requests, most with rows of padding; all replay graphs of the target and of drafts."""
+    """Of 1 to 8 requests, most with rows of padding; all replay graphs of drafts, and of the target where its graphs
+    hold drafts of all lengths."""
     target, speculator = runner(llm).cudagraph_manager, runner(llm).speculator
     drafts = getattr(speculator, "specplugins", speculator)._graphs_of.values()
+    is_uniform = hasattr(speculator, "specplugins") and runner(llm).adaptive_verification is None
     rest, drawn = iter(requests), list[Drawn]()
     for size in cycle(range(1, 9)):
         if not (batch := list(islice(rest, size))):
             break
         before = replays(target), sum(map(replays, drafts))
         drawn.append(draw(llm, batch))
-        assert replays(target) > before[0] and sum(map(replays, drafts)) > before[1]
+        assert sum(map(replays, drafts)) > before[1] and (is_uniform or replays(target) > before[0])
+    assert replays(target) > 0
     token_ids = [outputs for own in drawn for outputs in own.token_ids]
     return Drawn(token_ids, sum(own.num_drafted for own in drawn), sum(own.num_accepted for own in drawn))
 
@@ -154,21 +193,25 @@ def test_distribution(name: str, judge: Judge, engine: Any, monkeypatch: pytest.
     drawn from, of other weights or of another token of a pass, one that the graph did not write, or that a row of
     padding has written to; noise that a graph keeps; drafted positions at another temperature or top-p; a token of a
     tree, or of a drafter of vLLM's, that is verified as if it had been drawn from something."""
-    row, num_steps = ROWS[name], [0]
+    row, num_steps, lengths = ROWS[name], [0], list[dict[str, int]]()
 
     def watch(llm: Any) -> None:
+        nonlocal lengths
         if name == "learning jump":
             learner_of(llm)
             num_steps[:] = [swaps_weights(monkeypatch, scale=0.1)]  # type: ignore[list-item]
         if name.startswith("cascade") and getattr(runner(llm), "adaptive_verification", None):
             drafts_pay(llm, token_ms=0.1)
+            lengths = stack.enter_context(verified(llm))
 
     if row.runs == "in graphs":  # so few samples are of one prompt, and requests of their own
         monkeypatch.setattr(verify_lossless, "NUM_PROMPTS", 1)
         monkeypatch.setattr(grid, "PER_TURN", 1)
-    with prepared(row, engine):
+    with prepared(row, engine), ExitStack() as stack:
         llm, judged = judge(row, watch)
         assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+    are_ragged = [len(set(own.values())) > 1 for own in lengths]
+    assert any(are_ragged) or not lengths, "drafts of several lengths are verified together"
     for own, verdict in judged:
         assert verdict == PASSED, own
         share, (least, most) = own.num_accepted / own.num_drafted, row.accepted
