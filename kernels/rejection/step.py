@@ -44,8 +44,8 @@ def sample_step(
     starts, fed_at = layout.cu_num_logits.long(), layout.positions[layout.logits_indices]
     prefill_len = layout.prefill_len[layout.idx_mapping.long()]
     num_rows, rows = starts.diff(), torch.arange(len(fed_at), device=fed_at.device)
-    first = starts[:-1].repeat_interleave(num_rows)
-    is_placeholder = (rows > first) & (fed_at[first] < prefill_len.repeat_interleave(num_rows))
+    first = starts[:-1].repeat_interleave(num_rows, output_size=len(fed_at))
+    is_placeholder = (rows > first) & (fed_at[first] < prefill_len.repeat_interleave(num_rows, output_size=len(fed_at)))
     drafts = layout.draft_token_ids[layout.logits_indices].long().masked_fill(is_placeholder, -1)
     given = target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft
     sampled, num_sampled = operation(*given) if operation else rejection_sample(*given, None, name)

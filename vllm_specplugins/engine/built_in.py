@@ -39,7 +39,7 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
         result.plugin_config = config.with_stages([short if each is stage else each for each in config.stages])
     result.num_speculative_tokens = config.length
     for name, off in CASCADES.items():
-        if getattr(result, name, off) not in (off, None):
+        if getattr(result, name, None):  # 0 is off, too
             logger.warning(
                 "cascade: vLLM's %s is off for %s: the cascade performs lookups and chooses the lengths of drafts.",
                 *(name, stage.method),
