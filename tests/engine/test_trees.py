@@ -63,9 +63,12 @@ def check(llm: Any, least: int) -> None:
 def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, kind: Any, asynchronous: bool) -> None:
     """Preemption, prefix-cache hits on blocks whose paths were moved, chunked prefill; one start is as with default
     memory. Kills: a wrong mask, position, node, or place that a path is moved to; a path that is moved twice; graphs or
-    a KV cache that outlive vLLM's profile, and graphs that its estimate leaves out."""
+    a KV cache that outlive vLLM's profile, and graphs that its estimate leaves out; a warm-up that trees fail in."""
+    from vllm_specplugins.engine.v2.verification.self_check import warm_up
+
     profiles = {"additional_config": {"profiles": True}} if kind is merged_tree and TAPES else {}
     llm = engine(kind(), **STRESS, **profiles, async_scheduling=asynchronous)
+    warm_up(runner(llm), runner(llm).speculator)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     check(llm, 50)
     assert generate(llm, prompts, [3, 5], max_tokens=NUM_TOKENS) == expected, "from the prefix cache"

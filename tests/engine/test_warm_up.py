@@ -177,3 +177,26 @@ def test_nothing_new(kind: str) -> None:
         of_steps = "_limit_kernel", "_tally_kernel", "_newest_kernel", "_join_kernel"
         checked = {key for key in checked if key[0] not in of_steps}
         assert checked <= warmed, (dtype, vocab_size, sorted(checked - warmed))
+
+
+def test_trees_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the warm-up does not verify drafts by a speculator's operation, of whole trees and by its draft logits:
+    vLLM's memory profile would lack what rounds allocate."""
+    from launch_keys import recorded
+
+    from vllm_specplugins.engine.v2.verification.self_check import warm_up
+
+    num_draft, sampled = SIZES[0][1], list[int]()
+    runner, speculator = make_server("sampled", torch.bfloat16, *SIZES[0])
+
+    def verify_drafts(slots: Any, nodes: Any, logits: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert len(slots) == len(nodes) == len(logits) and nodes.max() == given[5] == num_draft
+        num_reqs = int(slots.max()) + 1
+        if len(given) > 6 and given[6] is speculator.draft_logits:
+            sampled.append(num_reqs)
+        return torch.zeros(num_reqs, num_draft + 1).long(), torch.ones(num_reqs).int()
+
+    runner.rejection_sampler.verify_drafts = verify_drafts
+    with recorded(KERNELS, runs=False):
+        warm_up(runner, speculator)
+    assert MAX_NUM_REQS in sampled
