@@ -224,7 +224,7 @@ def exit_of(folder: Path, **head: int) -> dict[str, Any]:
         (
             lambda _: {**early_exit(1), "exit_head": "/nowhere"},
             {},
-            "a head.s folder, whose config.json is valid, not",
+            "a folder with the config.json of a head, not",
         ),
         (jump_of, {"num_layers": NUM_LAYERS + 1}, f"a head whose num_layers is {NUM_LAYERS}, not {NUM_LAYERS + 1}"),
         (jump_of, {"hidden_size": 128}, "a head whose hidden_size is 256, not 128"),

@@ -439,7 +439,7 @@ def test_a_folder_that_cannot_be_used(
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / JumpHead.file).write_bytes(b"no tensors")
     make(path=str(tmp_path / "bad"))
-    assert "learn: path is begun anew: jump: head must be a head's folder, whose config.json is valid" in caplog.text
+    assert "learn: path is begun anew: jump: head must be a folder with the config.json of a head" in caplog.text
     (tmp_path / "file").write_text("")
     learner = make(path=str(tmp_path / "file" / "below"))
     promote(learner, 0.5)

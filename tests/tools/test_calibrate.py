@@ -102,11 +102,21 @@ def test_speculation_that_does_not_pay(
         assert json.loads(file.read_text())["chosen"] is None
 
 
-def test_other_methods(tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path) -> None:
-    """Served beside the exits as they are; a cascade ends with the part that is given, or with the best exit."""
+def test_other_methods(
+    tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Served beside the exits as they are; a cascade ends with the part that is given, or with the best exit. Kills: a
+    part that is missed after the exits were compared."""
     file, K = tmp_path / "calibration.json", {"num_speculative_tokens": 3}
     jump = {"method": "jump", "head": str(tmp_path / "head")}
     trained_exit = {"method": "early_exit", "exit_layer": 2, "exit_head": str(tmp_path / "head")}
+    assert run(tiny_model, text_files, "--also", json.dumps(jump | K)) == 2
+    refusal = capsys.readouterr()
+    assert "jump: head must be a folder with the config.json of a head" in refusal.err and not refusal.out
+    sizes = {"early_layers": 0, "late_layer": 1, "num_layers": 2, "inner_size": 1}  # of a jump, and of an exit's head:
+    sizes |= {"exit_layer": 2, "vocab_size": 9, "hidden_size": 8, "rms_norm_eps": 0.1}
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps(sizes))
     for last in (jump, trained_exit, {"method": "early_exit"}):
         given = [json.dumps(last | K)] if len(last) > 1 else []
         options = ["--also", "prompt_lookup:3,cascade", *given, "--exits", "1", "--json", str(file)]

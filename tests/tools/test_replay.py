@@ -262,7 +262,7 @@ def test_what_is_compared() -> None:
     assert [type(found.build(context)).__name__ for found in (plain, gated)] == ["PromptLookup", "Cascade"]
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
     for name in ("early_exit", "ngram"):
-        with pytest.raises(ConfigError, match="must be proposers that read token ids alone"):
+        with pytest.raises(ConfigError, match="must be proposers that read only token ids"):
             candidates([name], [4])
 
 
