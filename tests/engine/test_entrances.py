@@ -155,7 +155,7 @@ def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: py
     labels = 'engine="0",method="prompt_lookup",model_name="demo",stage="0 prompt_lookup"'
     assert f"vllm:specplugins_num_accepted_tokens_total{{{labels}}} 6.0" in text
     shown_on(port, vllm_config)({key("num_accepted_tokens", "0 prompt_lookup"): 3})
-    assert f"port {port} cannot be listened on" in caplog.text
+    assert f"cannot listen on port {port}" in caplog.text
     for bad in ("http", "-1", "70000", "9" * 5000):
         monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", bad)
         with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_METRICS_PORT must be an integer from 0 to 65535"):

@@ -85,7 +85,7 @@ def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]]
         start_http_server(port, registry=registry)
         logger.info("Our metrics are on http://0.0.0.0:%d/metrics.", port)
     except OSError as error:
-        logger.error("Our metrics are not exported: the engine cannot listen on port %d (%s).", port, error)
+        logger.error("Metrics are not exported: the engine cannot listen on port %d (%s).", port, error)
     return partial(exporter.record, engine=engine)
 
 
