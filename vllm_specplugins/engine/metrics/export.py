@@ -83,7 +83,7 @@ def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]]
     exporter = Exporter(vllm_config, SimpleNamespace(**made, per_engine_labelvalues=labels))
     try:
         start_http_server(port, registry=registry)
-        logger.info("Our metrics are on http://0.0.0.0:%d/metrics.", port)
+        logger.info("Metrics of vllm-specplugins are on http://0.0.0.0:%d/metrics.", port)
     except OSError as error:
         logger.error("Metrics are not exported: the engine cannot listen on port %d (%s).", port, error)
     return partial(exporter.record, engine=engine)

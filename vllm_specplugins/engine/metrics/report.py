@@ -84,7 +84,7 @@ class Reporter:
             return self._attached(output, is_last)
         except Exception as error:
             self._has_failed = True
-            logger.error("Our metrics are not reported any more (%s); requests go on.", cause_text(error))
+            logger.error("Metrics are not reported any more (%s); requests go on.", cause_text(error))
             return output
 
     def _attached(self, output: Any, is_last: bool) -> Any:
