@@ -28,7 +28,7 @@ def with_our_names(method: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         ours = aliases.get(name, name)
         if name == VERIFICATION:
             _check_verification(method, value)
-            changes.append(f'{name} "standard" as verification "fused"')
+            changes.append(f'{name} "standard" as exact verification')
         elif ours in values or (ours != name and ours in raw):
             raise ConfigError(f"{method}: {ours} is given twice, also as vLLM's {name}.")
         else:

@@ -131,9 +131,9 @@ def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse
 def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
     """The state of an earlier search of the same answers in the file of --output-json; None: there is none."""
     try:
-        found = json.loads(path.read_text()) if path else {}
-        if all(found[name] == value for name, value in facts.items()):
-            return {name: found[name] for name in ("dropped", "scores")}
+        earlier = json.loads(path.read_text()) if path else {}
+        if all(earlier[name] == value for name, value in facts.items()):
+            return {name: earlier[name] for name in ("dropped", "scores")}
     except (OSError, ValueError, TypeError, KeyError):
         pass
     return None
