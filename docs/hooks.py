@@ -1,12 +1,14 @@
-"""mkdocs: pages that lie in the repository's root, and links to files that are not part of the site."""
+"""mkdocs: pages that lie in the repository's root, links to files that are not part of the site, and llms.txt, the list
+of pages that a language model reads (llmstxt.org)."""
 
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT_PAGES = ("DESIGN.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md")
+_pages: list[Any] = []
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -32,3 +34,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"[{words}]({target.removeprefix('../')}{anchor})" if name in ROOT_PAGES else f"{words} (`{name}`)"
 
     return LINK.sub(link, markdown)
+
+
+def on_nav(nav: Any, **_: Any) -> Any:
+    _pages[:] = nav.pages
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    lines = [f"- [{page.title}]({page.url})" for page in _pages]
+    text = "\n".join([f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", "", *lines, ""])
+    Path(config.site_dir, "llms.txt").write_text(text)

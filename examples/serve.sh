@@ -45,11 +45,14 @@ trap 'exit 130' INT TERM
 echo "Starting the server at $url (its log is $log) ..."
 began=$SECONDS
 until fetch "$url/health" >/dev/null; do
-    if ! kill -0 "$server" 2>/dev/null || ((SECONDS - began > 300)); then
+    if ! kill -0 "$server" 2>/dev/null || ((SECONDS - began > 1800)); then
         tail -n 30 "$log" >&2
-        fail "the server did not come up."
+        fail "the server did not start."
     fi
     sleep 1
+    if (((SECONDS - began) % 20 == 0)); then
+        echo "$((SECONDS - began)) s so far: $(tail -n 1 "$log" | sed 's/.*\] //' | cut -c1-100)"
+    fi
 done
 
 echo "Ready after $((SECONDS - began)) s. Asking $(basename "$model") to extract JSON from a text:"
