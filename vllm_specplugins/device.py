@@ -40,6 +40,24 @@ class DeviceDraft(NamedTuple):
     confidence: Any = None
 
 
+def checked_draft(draft: Any, max_tokens: Any, max_num_draft: int) -> DeviceDraft:
+    """Returns the draft; raises ValueError for a tensor of another shape, type or device than `DeviceDraft` has. Reads
+    no values, so no step waits."""
+    token_ids, num_draft, confidence = draft
+    rows, device = tuple(max_tokens.shape), max_tokens.device
+    integers, floats = ("int32", "int64"), ("float32", "float16", "bfloat16", "float64")
+    for name, tensor, shape, dtypes in (
+        ("token_ids", token_ids, (*rows, min(token_ids.shape[-1], max_num_draft)), integers),
+        ("num_draft", num_draft, rows, integers),
+        *[("confidence", confidence, rows, floats)] * (confidence is not None),
+    ):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (tuple(tensor.shape), tensor.device) != (shape, device) or dtype not in dtypes:
+            given = f"{tuple(tensor.shape)} of {dtype} on {tensor.device}"
+            raise ValueError(f"{name} must be {shape} of {dtypes[0]} on {device}, not {given}")
+    return DeviceDraft(token_ids, num_draft, confidence)
+
+
 class DeviceProposer(Proposer):
     """The base class of proposers that draft on the device; subclasses override `draft`. On Model Runner V1, as a stage
     of a cascade and in `check`, `propose` makes tensors of the host's tokens in each step, which is slow."""

@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_specplugins.__main__ import main
+from vllm_specplugins.device import DeviceDraft, DeviceProposer
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.check import NEWCOMER, Trace, check, load
@@ -156,12 +158,66 @@ def test_faults(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     assert counters.accepted_tokens > 0, "the other steps count"
 
 
+class Device(DeviceProposer):
+    """Repeats the newest token, and does one thing that a CUDA graph cannot record."""
+
+    def __init__(self, options: Any, context: Any):
+        super().__init__(options, context)
+        self._fault, self._state = options["fault"], torch.zeros(context.max_num_reqs, dtype=torch.int32)
+
+    def draft(self, texts: Any, slots: Any, max_tokens: Any) -> DeviceDraft:
+        self._state[slots] += 1
+        newest = texts.token_ids[slots, (texts.lengths[slots] - 1).clamp(min=0).long()]
+        ids, num_draft = newest[:, None].repeat(1, self.context.max_num_draft), max_tokens
+        match self._fault:
+            case "waits":
+                num_draft = num_draft.clamp(max=int(texts.lengths.max().item()))
+            case "branches":
+                num_draft = num_draft if (newest > 0).any() else num_draft * 0
+            case "shapes":
+                ids = torch.cat((ids, torch.nonzero(newest >= 0)[: len(ids)]), dim=1)[:, : ids.shape[1]]
+            case "floats":
+                ids = ids.float()
+            case "wide":
+                num_draft = num_draft[:, None]
+        return DeviceDraft(ids, num_draft)
+
+
+@pytest.mark.parametrize("fault", ["waits", "branches", "shapes", "floats", "wide", ""])
+def test_device_classes(fault: str) -> None:
+    """Kills: a class that `check` approves although a graph cannot record it, by each rule of device-proposers.md."""
+    violations, _ = checked("Device", fault=fault)
+    assert any(sentence.startswith("No CUDA graph can record it") for sentence in violations) == bool(fault)
+    assert fault or not violations
+
+
+class Reader(Nameless):
+    """Uses the tokenizer, as a class does that drafts from text."""
+
+    def __init__(self, options: Any, context: Any):
+        self.text = context.codec().decode_bytes(context.tokenize("return 1"))
+
+    def observe(self, feedback: Feedback) -> None:
+        assert self.text == b"return 1"
+
+    def forget(self, request_ids: Any) -> None:
+        pass
+
+
+def test_tokenizer(refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: a tokenizer that no class gets; tokens of another vocabulary in its place."""
+    assert main(["check", f"{HERE}:Reader", "--tokenizer", "examples/demo/model"]) == 0
+    assert "the engine has no tokenizer" in refused("check", f"{HERE}:Reader")
+
+
 def test_command(capsys: pytest.CaptureFixture[str], refused: Any) -> None:
     """Exit codes, and one sentence each."""
     assert main(["check", f"{HERE}:Oracle"]) == 0
     assert "Nothing is violated." in capsys.readouterr().out
     assert main(["check", f"{HERE}:Faulty", "--options", '{"fault":"raises"}']) == 1
-    assert "violated: It raised in 3 steps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "violated: It raised in 3 steps" in printed
+    assert printed.count('raise RuntimeError("planted")') == 1, "the first traceback shows the line, and none twice"
     for wrong, words in {
         f"{HERE}:Faulty": "cannot be built (KeyError",
         f"{HERE}:Nameless": "has no method observe, forget",

@@ -6,6 +6,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.draft import RequestFault
@@ -13,6 +14,8 @@ from vllm_specplugins.isolation.exchange import Nonsense, NotFinite
 
 logger = logging.getLogger("vllm.specplugins")
 
+TRACEBACK = "The traceback:\n%s"  # the format of its record
+_PACKAGE = str(Path(__file__).parents[1])
 LONGEST_CAUSE = 300  # characters of an exception in the log
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
@@ -96,7 +99,14 @@ def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
         return Fault(NOT_FINITE, cause_text(error), count=error.num_tokens)
     if isinstance(error, Nonsense):
         return Fault(NONSENSE, cause_text(error))
-    return Fault(RAISED, cause_text(error), _blamed(error, request_ids))
+    return Fault(RAISED, cause_text(error) + _place(error), _blamed(error, request_ids))
+
+
+def _place(error: BaseException) -> str:
+    """The line of the proposer's file that raised, or that called what raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f", at {Path(frames[0].filename).name}:{lines[-1]}" if frames else ""
 
 
 def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
@@ -109,7 +119,7 @@ def cause_text(error: BaseException) -> str:
     """An exception as one line for the log. Its `__str__` is the proposer's code and may raise."""
     try:
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("The traceback:\n%s", traceback.format_exc())
+            logger.debug(TRACEBACK, "".join(traceback.format_exception(error)))
         first_line = f"{error}".strip().partition("\n")[0]
         return f"{type(error).__name__}: {first_line}"[:LONGEST_CAUSE]
     except BaseException:

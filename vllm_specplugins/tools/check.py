@@ -5,9 +5,12 @@ drafts decide how far each request advances in a step (replay/simulate.py)."""
 import argparse
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,10 @@ import numpy as np
 from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.custom import import_object
+from vllm_specplugins.device import DeviceTexts, checked_draft
 from vllm_specplugins.draft import PROTOCOL_VERSION, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS
+from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS, TRACEBACK, fault_of, logger
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.tools.progress import progress
@@ -45,13 +49,20 @@ class Trace:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the proposer violates nothing, else 1."""
     config, trace = parse_config(configured(args.proposer, args.options, args.time_budget_ms)), load()
-    with progress() as bars:
+    text = {}
+    if args.tokenizer:
+        from vllm_specplugins.tools.base_model import services
+
+        text = services(args.tokenizer, trace.vocab_size)
+    with progress() as bars, tracebacks() as seen:
         task = bars.add_task("steps of the recording", total=len(trace.steps))
-        violations, counters = check(config, trace, lambda: bars.advance(task))
+        violations, counters = check(config, trace, lambda: bars.advance(task), text)
     if counters.request_steps:
         show_table([args.proposer], {"": _figures(counters)}, f"protocol {PROTOCOL_VERSION}")
     for sentence in violations:
         say(f"violated: {sentence}")
+    for text_of in dict.fromkeys(seen):
+        say(text_of)
     if not violations:
         say("Nothing is violated.")
     return 1 if violations else 0
@@ -72,21 +83,51 @@ def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -
     return {"method": proposer, **common, **(options if has_config else {"options": dict(options)})}
 
 
-def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> tuple[list[str], Counters]:
-    """Replays the trace against the configured proposer. Returns its violations, one sentence each, and its counters.
-    Raises ConfigError if the proposer cannot be built."""
+@contextmanager
+def tracebacks() -> Iterator[list[str]]:
+    """Collects the tracebacks of faults, which the barrier logs for debugging."""
+    seen: list[str] = []
+    handler, level = logging.Handler(logging.DEBUG), logger.level
+
+    def emit(record: logging.LogRecord) -> None:
+        if record.msg == TRACEBACK and record.args:
+            seen.append(str(record.args[0]))
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield seen
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def _no_tokenizer(text: str) -> list[int]:
+    raise ValueError("check has no tokenizer; name one with --tokenizer")
+
+
+def check(
+    config: SpecConfig,
+    trace: Trace,
+    advance: Callable[[], None] = lambda: None,
+    text: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[list[str], Counters]:
+    """Replays the trace against the configured proposer, whose context has these `text` services. Returns its
+    violations, one sentence each, and its counters. Raises ConfigError if the proposer cannot be built."""
     context = ProposerContext(
         vocab_size=trace.vocab_size,
         max_model_len=trace.max_model_len,
         max_num_reqs=len(trace.histories),
         max_num_draft=trace.max_num_draft,
-        tokenize=lambda text: [1 + code % (trace.vocab_size - 1) for code in text.encode()],
         time_budget_ms=config.common.time_budget_ms,
+        **{"tokenize": _no_tokenizer, **text},
     )
     proposer = build_proposer(config, context)
     barrier = FaultBarrier(proposer, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
     play(trace, barrier, advance)
-    return list(_violations(proposer, barrier.counters, trace)), barrier.counters
+    violations = [*_violations(proposer, barrier.counters, trace), *_on_device(config, context)]
+    return violations, barrier.counters
 
 
 def _violations(proposer: Proposer, counters: Counters, trace: Trace) -> Iterator[str]:
@@ -102,6 +143,24 @@ def _violations(proposer: Proposer, counters: Counters, trace: Trace) -> Iterato
         entries = value if isinstance(value, dict | set | list | tuple) else ()
         if held := gone.intersection(entry for entry in entries if isinstance(entry, str)):
             yield f"Its {name} still holds {len(held)} of {len(gone)} requests that it was to forget."
+
+
+def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:
+    """Why a CUDA graph cannot record a `DeviceProposer`: it drafts once with tensors that have no values."""
+    proposer: Any = build_proposer(config, context)
+    if not getattr(proposer, "drafts_on_device", False):
+        return
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shape = context.max_num_reqs, context.max_model_len
+            texts = DeviceTexts(torch.zeros(shape, dtype=torch.int32), torch.ones(shape[0], dtype=torch.int32))
+            limits = torch.full((3,), context.max_num_draft, dtype=torch.int32)
+            checked_draft(proposer.draft(texts, torch.arange(3), limits), limits, context.max_num_draft)
+    except Exception as error:
+        yield f"No CUDA graph can record it, so on a GPU it drafts nothing ({fault_of(error, ()).cause})."
 
 
 def _figures(counters: Counters) -> list[tuple[str, str]]:

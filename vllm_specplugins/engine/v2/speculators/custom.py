@@ -3,18 +3,17 @@ form, it drafts nothing until the engine starts again, since no Python runs in a
 one of several ranks, which draft alike, a fault ends the process."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from vllm_specplugins.device import DeviceDraft, DeviceTexts
+from vllm_specplugins.device import DeviceTexts, checked_draft
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.isolation.faults import fault_of, logger
 from vllm_specplugins.isolation.guard import end_all_ranks
 from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
 from vllm_specplugins.structures.drafts import columns
-
-_INTEGERS, _FLOATS = (torch.int32, torch.int64), (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class CustomDrafts:
@@ -41,7 +40,8 @@ class CustomDrafts:
         """The draft of each row, cut at max_draft [R] and before a token outside the vocabulary."""
         zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
         rows = slots.clamp(max=len(self._texts.lengths) - 1)
-        drafted = self._call(lambda: self._checked(self.proposer.draft(self._texts, rows, max_draft), max_draft))
+        draft = partial(self.proposer.draft, self._texts, rows, max_draft)
+        drafted = self._call(lambda: checked_draft(draft(), max_draft, self._max_num_draft))
         if drafted is None:
             return Match(zeros, max_draft * 0, max_draft * 0.0 + 1)
         token_ids, num_draft, confidence = drafted
@@ -51,19 +51,6 @@ class CustomDrafts:
         zeros[:, : token_ids.shape[1]] = token_ids.masked_fill(~is_drafted, 0)
         confidence = max_draft * 0.0 + 1 if confidence is None else confidence.float().nan_to_num(1.0)
         return Match(zeros, num_draft, confidence.clamp(0, LONGEST_MATCH))
-
-    def _checked(self, draft: Any, max_draft: torch.Tensor) -> DeviceDraft:
-        token_ids, num_draft, confidence = draft
-        rows, device = tuple(max_draft.shape), max_draft.device
-        for name, tensor, shape, dtypes in (
-            ("token_ids", token_ids, (*rows, min(token_ids.shape[-1], self._max_num_draft)), _INTEGERS),
-            ("num_draft", num_draft, rows, _INTEGERS),
-            *[("confidence", confidence, rows, _FLOATS)] * (confidence is not None),
-        ):
-            if (tuple(tensor.shape), tensor.device) != (shape, device) or tensor.dtype not in dtypes:
-                given = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-                raise ValueError(f"{name} must be {shape} of {dtypes[0]} on {device}, not {given}")
-        return DeviceDraft(token_ids, num_draft, confidence)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """The result; None after a fault."""
