@@ -108,3 +108,25 @@ def test_a_fault_after_a_step_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> N
     own.idx_mapping, own._keep = torch.zeros(SLOTS), partial(DeviceSpeculator._keep, own)
     DeviceSpeculator._draft_nothing(own, 3)
     assert outcomes.fates is None and own.draft_tokens.sum(dim=1).tolist() == [0] * 3 + [K] * (SLOTS - 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "length", "has_prefill", "num_draft", "rests"),
+    [
+        (0, 0, False, 0, True),
+        (0, 0, False, 2, False),
+        (0, 0, True, 0, False),
+        (0, 2, False, 0, False),
+        (2, 0, False, 0, False),
+    ],
+)
+def test_steps_at_rest(before: int, length: int, has_prefill: bool, num_draft: int, rests: bool) -> None:
+    """A request that the step before had no room for still has a draft. Kills: a step at rest that verifies one, in
+    which vLLM asserts that there is a speculator (`num_draft_tokens` in `rests`)."""
+    from vllm_specplugins.engine.v2.feedback.tally import Tally
+
+    tally = Tally(SLOTS, K, 0, torch.device("cpu"))
+    tally._drafted = before
+    batch = SimpleNamespace(has_prefill=has_prefill, num_draft_tokens=num_draft, num_reqs=1)
+    assert tally.rests(batch, length) is rests
+    assert tally._rests == rests and tally._drafted == length

@@ -45,9 +45,9 @@ class Tally:
 
     def rests(self, input_batch: Any, length: int) -> bool:
         """Counts a step without a draft that follows another such step, and returns True; returns False for any other
-        step."""
+        step, and for one that verifies the draft of a request that the step before had no room for."""
         before, self._drafted = self._drafted, length
-        if length or before or input_batch.has_prefill:
+        if length or before or input_batch.has_prefill or input_batch.num_draft_tokens:
             return False
         self._rests += input_batch.num_reqs
         return True
