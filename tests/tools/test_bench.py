@@ -182,6 +182,20 @@ def test_all_cells(run: Run, prompts_file: Path, tmp_path: Path) -> None:
     assert {row["num_outputs"] for row in rows if row["cell"]["batch"] == 4} == {4}
 
 
+def test_an_interruption_loses_one_cell(run: Run, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second cell. Fails if a cell's figures wait for the end of the run, or lack a method."""
+
+    def interrupted(engine: Any, message: object) -> Turn | int:
+        if engine.traffic.at_a_time == 4:
+            raise KeyboardInterrupt
+        return ask(engine, message)
+
+    monkeypatch.setattr(engines, "ask", interrupted)
+    status, output = run("--batch", "1,4")
+    assert status == 130 and output.count("batch") == 1
+    assert "batch 1, T 0: none 71.9 tokens/s, 1.00 tok/step; prompt_lookup 104.5 tokens/s, 3.00 tok/step" in output
+
+
 LOG = [{"prompt": [5, 6, 7], "output": [8, 9, 8], "accepted": {"eagle": [1, 0, 0]}}, {"prompt": [5], "output": [6]}]
 
 

@@ -16,7 +16,7 @@ from vllm_specplugins.engine.harness.serving import serve_rounds, serving_engine
 from vllm_specplugins.engine.harness.traffic import Forced, Machine, Traffic, Turn
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.figures import Cell, rows_of, step_ms_by_tokens
-from vllm_specplugins.tools.bench.report import Report, tell
+from vllm_specplugins.tools.bench.report import Report, tell, tell_cell
 from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_log, read_workloads
 from vllm_specplugins.tools.files import CHAT_MODEL, scratch
 from vllm_specplugins.tools.picker import NONE, Config, pick_methods
@@ -59,8 +59,8 @@ def measure(
     bars: Progress,
     together: bool,
 ) -> Report:
-    """Serves all cells with all methods, beginning with no speculation. The engines take turns, or serve one after
-    another."""
+    """Serves all cells with all methods, beginning with no speculation, and prints each cell when it is done. The
+    engines take turns, or serve one after another."""
     groups = [configs] if together else [{name: config} for name, config in configs.items()]
     arguments, turns = engine_arguments(args, len(groups[0]), workloads), Turns()
     cells = [
@@ -68,6 +68,8 @@ def measure(
         for temperature in args.temperature for workload in workloads for batch in args.batch
     ]  # fmt: skip
     cells += [(workload, Cell(workload.name, MAX_OPEN, 0.0, rate)) for workload in workloads for rate in args.rate]
+    logs = {workload.name: workload.log.outputs for workload in workloads if workload.log}
+    on_cpu = not torch.cuda.is_available()
     task = bars.add_task("", total=len(configs) + len(groups) * len(cells) * (1 + args.rounds))
 
     def advance(words: str | None = None) -> None:
@@ -79,14 +81,13 @@ def measure(
                 advance(str(cell))
                 traffic = rounds_of(args, workload, cell, turns)
                 turns.setdefault(cell, {}).update(serve_rounds(engines, traffic, advance))
-    logs = {workload.name: workload.log.outputs for workload in workloads if workload.log}
+                tell_cell(rows_of(cell, turns[cell], on_cpu, logs.get(cell.workload))[-len(engines) :])
     conditions = {name: getattr(args, name) for name in ("model", "rounds", "prompts", "tokens")} | {
         "together": together,
         "arguments": arguments,
         "forced": bool(logs),
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
     }
-    on_cpu = not torch.cuda.is_available()
     rows = [row for cell, played in turns.items() for row in rows_of(cell, played, on_cpu, logs.get(cell.workload))]
     closed = [turn for cell, played in turns.items() if not cell.rate for its in played.values() for turn in its[1:]]
     return Report(rows, configs, machine, conditions, step_ms_by_tokens(closed))

@@ -127,6 +127,12 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
         yield "Sampled outputs are not compared; `verify-lossless` tests their distribution."
 
 
+def tell_cell(rows: Sequence[Row]) -> None:
+    """Prints a cell as soon as it is done, so that an interruption loses only the cell that is being served."""
+    figures = (f"{row.method} {row.tokens_per_second:.1f} tokens/s, {row.tokens_per_step:.2f} tok/step" for row in rows)
+    say(f"{rows[0].cell}: {'; '.join(figures)}")
+
+
 def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | None = None) -> int:
     """Prints and writes a report, with `more` facts in the file, and returns the exit status."""
     rows, machine, has_rates = report.rows, report.machine, any(row.cell.rate for row in report.rows)
