@@ -51,21 +51,22 @@ def beside_drafter(**stage: Any) -> dict[str, Any]:
     return cascade({**LOOKUP, "min_ngram": 1}, {**stage, "num_speculative_tokens": 3}, num_speculative_tokens=8)
 
 
-# By name: the configuration, of parts in a folder. Exits and jumps of all layers draft the target's own tokens.
+# By name, those that are worth most first: the configuration, of parts in a folder. Exits and jumps of all layers draft
+# the target's own tokens.
 KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "merged tree": lambda _: cascade(LOOKUP, {**EXIT, "exit_layer": LAYERS}, **TREE),
     "prompt_lookup": lambda _: LOOKUP if ON_GPU else {**LOOKUP, "num_speculative_tokens": N},  # K = 31 takes minutes
-    "suffix_lookup": lambda _: SUFFIX_LOOKUP if INTERPRETED else {"method": "suffix_lookup"},
     "lookup and exit": lambda _: cascade(LOOKUP, {**EXIT, "exit_layer": LAYERS}, num_speculative_tokens=K),
-    "jump": lambda folder: write_head(folder, LAYERS // 2, LAYERS // 2, 0.0, num_layers=LAYERS),
-    "medusa": medusa,
-    "look-ahead": lambda folder: with_embeddings(folder, LAYERS, K),
-    "tree": lambda _: {**without_length(early_exit(LAYERS)), **TREE},
-    "learn": lambda folder: {**write_head(folder, 0, LAYERS, 0.02, num_layers=LAYERS), "learn": True},
-    "lookup and draft_model": lambda _: beside_drafter(method="draft_model", model=str(checkpoint("llama"))),
     "lookup and eagle3": lambda _: beside_drafter(method="eagle3", model=str(eagle_head("eagle3"))),
+    "jump": lambda folder: write_head(folder, LAYERS // 2, LAYERS // 2, 0.0, num_layers=LAYERS),
+    "suffix_lookup": lambda _: SUFFIX_LOOKUP if INTERPRETED else {"method": "suffix_lookup"},
+    "medusa": medusa,
+    "learn": lambda folder: {**write_head(folder, 0, LAYERS, 0.02, num_layers=LAYERS), "learn": True},
     "custom": lambda _: CUSTOM,
     "grammar": lambda _: {"method": "grammar", "num_speculative_tokens": 7},
+    "look-ahead": lambda folder: with_embeddings(folder, LAYERS, K),
+    "tree": lambda _: {**without_length(early_exit(LAYERS)), **TREE},
+    "merged tree": lambda _: cascade(LOOKUP, {**EXIT, "exit_layer": LAYERS}, **TREE),
+    "lookup and draft_model": lambda _: beside_drafter(method="draft_model", model=str(checkpoint("llama"))),
 }
 # The least share of drafted tokens that is accepted; 0: the part knows nothing. Without one, some are.
 LEAST = {"merged tree": 0.1, "lookup and exit": 0.5, "look-ahead": 0.2, "tree": 0.2}
@@ -105,10 +106,12 @@ def asked(kind: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(engine: Any, model: str, prompts: list[list[int]]) -> Callable[[str], list[list[int]]]:
-    """Outputs without speculation, by kind."""
+    """Outputs without speculation, by kind. In bfloat16 none are compared, and "custom" alone needs them."""
     known: dict[str, list[list[int]]] = {}
 
     def of(kind: str) -> list[list[int]]:
+        if ON_GPU and kind != "custom":
+            return []
         own = arguments(kind, model)
         key = repr(own)
         if key not in known:
@@ -124,7 +127,7 @@ def start(engine: Any, model: str, expected: Any, prompts: Any, tmp_path: Path, 
 
     def started(kind: str, **other: Any) -> Any:
         outputs = expected(kind)
-        Oracle.texts = [prompt + tokens for prompt, tokens in zip(prompts, outputs, strict=True)]
+        Oracle.texts = [prompt + tokens for prompt, tokens in zip(prompts, outputs, strict=False)]
         if INTERPRETED and "tree" in kind:
             engine.stop()
             attend_by_reference(monkeypatch)

@@ -24,18 +24,18 @@ PROMPT, OUTPUT = 512, 128  # tokens of a made request
 HEAD: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
 
 
-def made_log(file: Path, vocab_size: int, count: int) -> Path:
+def made_log(file: Path, vocab_size: int, count: int, num_tokens: int = OUTPUT) -> Path:
     """Outputs of copied pieces and of other tokens, with as many tokens of a draft right as a head usually has."""
     rng = random.Random(0)
     rows = []
     for _ in range(count):
         prompt, output = [rng.randrange(2, vocab_size) for _ in range(PROMPT)], []
-        while len(output) < OUTPUT:
+        while len(output) < num_tokens:
             start = rng.randrange(PROMPT - 32)
             output += prompt[start : start + rng.randrange(4, 32)]
             output += [rng.randrange(2, vocab_size) for _ in range(rng.randrange(4, 32))]
-        accepted = rng.choices(range(NUM_DRAFT + 1), weights=(4, 3, 2, 1, 1, 1), k=OUTPUT)
-        rows.append({"prompt": prompt, "output": output[:OUTPUT], "accepted": {"eagle": accepted}})
+        accepted = rng.choices(range(NUM_DRAFT + 1), weights=(4, 3, 2, 1, 1, 1), k=num_tokens)
+        rows.append({"prompt": prompt, "output": output[:num_tokens], "accepted": {"eagle": accepted}})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -60,17 +60,20 @@ def main() -> int:
     parser.add_argument("--drafter", action="store_true")
     parser.add_argument("--methods", nargs="+", help="in place of ngram_gpu:5 and prompt_lookup, or of the drafter's")
     parser.add_argument("--batch", default="1,8,32")
-    parser.add_argument("--rate", default="0.5,0.9")
+    parser.add_argument("--output-len", type=int, default=OUTPUT, help="of a request in the log that is made")
+    parser.add_argument("--rate", default="0.5,0.9", help="'' for none")
     parser.add_argument("--rounds", default="2")
     parser.add_argument("--engine-args", default="{}")
     args = parser.parse_args()
     model, most = write_config(args.folder, args.shape), max(map(int, args.batch.split(",")))
-    log = args.log or made_log(args.folder / f"{args.shape}.jsonl", SHAPES[args.shape]["vocab_size"], most)
+    made = args.folder / f"{args.shape}.jsonl", SHAPES[args.shape]["vocab_size"], most, args.output_len
+    log = args.log or made_log(*made)
     found, played = (args.folder / f"{args.shape}-{name}.json" for name in ("bench", "replay"))
     asked = ["bench", "--model", model, "--load-format", "dummy", "--trace", str(log), "--json", str(found)]
     methods = args.methods or methods_of(args.folder, args.shape, args.drafter)
     asked += ["--methods", *methods, "--engine-args", args.engine_args]
-    asked += ["--batch", args.batch, "--rate", args.rate, "--rounds", args.rounds, "--prompts", str(most)]
+    asked += ["--batch", args.batch, "--rounds", args.rounds, "--prompts", str(most)]
+    asked += ["--rate", args.rate] if args.rate else []
     if (status := command(asked + (["--drafter", "eagle"] if args.drafter else []))) or args.drafter:
         return status
     rows = {(row["method"], row["cell"]["batch"]): row for row in json.loads(found.read_text())["rows"]}

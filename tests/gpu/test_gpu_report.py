@@ -1,11 +1,15 @@
-"""tests/gpu.sh without a GPU: whatever its programs do, the report has every part, and a summary."""
+"""tests/gpu.sh and tests/gpu/offline.sh without a GPU: whatever their programs do, the report has every part, and a
+summary; and a smoke test that ends its process or spoils the GPU ends no other one."""
 
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = 18
@@ -29,7 +33,7 @@ def test_every_part_is_there(tmp_path: Path) -> None:
     assert done.returncode == 0 and [*found] == titles[:-1] and len(found) == PARTS
     assert found["Default start: qwen3-8b, null"] == "done"
     assert found['Default start: qwen3-8b, {"method": "prompt_lookup"}'] == "out of time after 2 s"
-    assert found["Graph smoke"] == "out of time after 2 s" and "FAILED test_smoke[jump]" in report
+    assert found["Graph smoke"] == "out of time after 2 s" and "jump failed after 9 s: TypeError: planted" in report
     assert found["Speed: edit"] == "done, and printed nothing"
     assert found["Speed: chat"] == "exit status 1, and printed nothing"
     forced = "Forced trace: llama-3.1-8b"
@@ -61,3 +65,65 @@ def test_some_parts(tmp_path: Path) -> None:
     subprocess.run([*DRY_RUN, str(file)], env=wanted, capture_output=True, timeout=60, check=True)
     starts = [f"Default start: {shape}, null" for shape in ("qwen3-8b", "llama-3.1-8b")]
     assert [*outcomes(file.read_text())] == [starts[0], "Speed: edit", "Speed: chat", "Identity", starts[1]]
+
+
+def call(number: int, folder: Path, **environment: str) -> tuple[str, list[str]]:
+    """The report of a call's dry run, and the names of the files that come back."""
+    brought, out = folder / "brought", folder / f"out-{number}"
+    brought.mkdir(exist_ok=True)
+    (brought / "part-01.tar.xz").touch()
+    (brought / "install.sh").write_text('[ "$1" != --finish ] || echo "export PYTHONPATH=$SITE"')
+    wanted = {"BROUGHT": str(brought), "SITE": str(folder / "site"), "PYTHON": sys.executable, "MENDED": "jump|tree"}
+    command = ["bash", str(ROOT / "tests" / "gpu" / "offline.sh"), str(number), str(out), "--dry-run"]
+    (folder / "site").mkdir(exist_ok=True)
+    done = subprocess.run(command, env=os.environ | wanted | environment, capture_output=True, timeout=300, text=True)
+    assert done.returncode == 0 and "could not" not in done.stdout, done.stderr
+    return (out / "report.md").read_text(), sorted(path.name for path in out.iterdir())
+
+
+def test_the_calls_of_a_machine_without_internet(tmp_path: Path) -> None:
+    """From a copy of the package. Fails if a module of it, of vLLM or of the smoke needs a package that the machine
+    lacks; if a call has another order, or waits; if more than eight files come back, or a model does."""
+    pytest.importorskip("vllm")
+    report, files = call(1, tmp_path)
+    found = outcomes(report)
+    assert [*found] == ["Imports", "Graph smoke", 'Default start: qwen3-8b, {"method": "prompt_lookup"}']
+    assert found["Imports"] == "done" and "test_smoke[merged tree]" in report
+    assert "modules of the package are imported from " + str(tmp_path) in report
+    assert files == ["report.md", "report.md.log"]
+    report, files = call(2, tmp_path, PARTS="Forced|Graph")  # without the same imports again
+    trace = "Forced trace: llama-3.1-8b"
+    assert [*outcomes(report)] == [trace, "Graph smoke: jump|tree", f"{trace}, 15 drafts"]
+    assert files == ["llama-3.1-8b-bench.json", "report.md", "report.md.log"]
+
+
+KINDS = """
+import os, pytest
+@pytest.mark.parametrize("kind", ["good", "left out", "bad", "deadly", "spoiling", "last"])
+def test_smoke(kind):
+    if kind == "bad":
+        try:
+            {}[[]]
+        except TypeError as error:
+            raise RuntimeError("the engine failed") from error
+    if kind == "deadly":
+        os._exit(9)
+    assert kind != "spoiling", "CUDA error: an illegal memory access"
+"""
+
+
+def test_a_smoke_test_that_ends_says_why(tmp_path: Path) -> None:
+    """Fails if a test has no line or no reason, if one that ends its process, or spoils the GPU, keeps those after it
+    from running, or if they run in its process."""
+    (tmp_path / "test_kinds.py").write_text(KINDS)
+    command = [sys.executable, ROOT / "tests" / "gpu" / "smoke.py", "^(?!.*left)", tmp_path / "test_kinds.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    lines = [re.sub(r" after \d+ s", "", line) for line in done.stdout.splitlines() if not line.endswith(" begins")]
+    assert done.returncode == 1 and lines == [
+        "good passed",
+        "bad failed: TypeError: unhashable type: 'list'; then RuntimeError: the engine failed",
+        "deadly ended its process with status 9",
+        "spoiling failed: AssertionError: CUDA error: an illegal memory access",
+        "last passed",
+    ]
+    assert done.stderr.count("test session starts") == 3
