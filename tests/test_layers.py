@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "__init__": {"config", "engine"},
 }
 _BELOW = {*MAY_IMPORT} - {"commands", "__main__", "__init__"}
-MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate"} | {"engine"}}
+MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade"} | {"engine"}}
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {
     "codec": set(),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import graphs
 
-from vllm_specplugins.engine.adaptive.budget import Prices
+from vllm_specplugins.gate.budget import Prices
 
 
 def runner(llm: Any) -> Any:

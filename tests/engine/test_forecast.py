@@ -13,7 +13,8 @@ if RUNNER != "v2":
 
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-from vllm_specplugins.engine.adaptive.budget import AcceptProbs, Budget, best_budget
+from vllm_specplugins.engine.adaptive.budget import AcceptProbs, Budget
+from vllm_specplugins.gate.budget import best_budget
 
 S, K = 12, 3
 NOTHING, FOUND = [0.0, 0.0, 0.0], [0.9, 0.8, 0.0]
@@ -104,10 +105,10 @@ def test_a_new_request() -> None:
     own, known = manager(), probs()
     budget = Budget(own, known)
     known.host[:], known.newest[:] = 0.0, 0.0
-    budget._mean_survival[3], budget._had_none[3] = 0.5, True
+    budget._rule.mean_survival[3], budget._rule.had_none[3] = 0.5, True
     own.add_request(3)
     assert known.host[3].tolist() == known.newest[3].tolist() == [1.0] * K and not known.host[4].any()
-    assert not budget._mean_survival[3].any() and not budget._had_none[3] and own._pending_resets == []
+    assert not budget._rule.mean_survival[3].any() and not budget._rule.had_none[3] and own._pending_resets == []
 
 
 def test_what_is_edited_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

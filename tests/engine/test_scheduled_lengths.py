@@ -14,9 +14,7 @@ if RUNNER != "v2":
 from recorded import runner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_specplugins.engine.v2 import scheduler as module
 from vllm_specplugins.engine.v2.scheduler import PlannedScheduler, StepLengths
-from vllm_specplugins.gate.step_times import StepTimes
 
 K, NUM_TOKENS = 5, 24
 
@@ -29,8 +27,7 @@ class Played:
         token_ms: of each token that is verified.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, accept_prob: float, token_ms: float, num_reqs: int = 8):
-        monkeypatch.setattr(module, "StepTimes", StepTimes)
+    def __init__(self, accept_prob: float, token_ms: float, num_reqs: int = 8):
         self.now, self.accept_prob, self.token_ms, self.rng = 0.0, accept_prob, token_ms, np.random.default_rng(0)
         self.lengths, self.ids = StepLengths(K, lambda: self.now / 1000), {f"r{i}": 1 for i in range(num_reqs)}
 
@@ -53,10 +50,10 @@ class Played:
 
 
 @pytest.mark.parametrize(("accept_prob", "token_ms", "best"), [(0.9, 0.01, K), (0.05, 0.3, 0), (0.9, 5.0, 0)])
-def test_what_pays(monkeypatch: pytest.MonkeyPatch, accept_prob: float, token_ms: float, best: int) -> None:
+def test_what_pays(accept_prob: float, token_ms: float, best: int) -> None:
     """But for trials. Fails if a step's time is laid to the drafts that it makes and not to those that it verifies, or
     if nothing is tried any more."""
-    drafted = Played(monkeypatch, accept_prob, token_ms).steps(1000)[200:]
+    drafted = Played(accept_prob, token_ms).steps(1000)[200:]
     assert np.mean([length == best for length in drafted]) > 0.9 and len(set(drafted)) > 1
     assert drafted[::2] == drafted[1::2] or drafted[1:-1:2] == drafted[2::2], "a length holds for two steps"
 
@@ -129,11 +126,8 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
     ("accept_prob", "draft_ms", "token_ms", "most"),
     [(0.6, 0.0, 0.027, K), (0.9, 1.0, 0.027, 1), (0.9, 0.3, 0.004, K), (0.9, 0.3, 0.004, 2)],
 )
-def test_churn(
-    monkeypatch: pytest.MonkeyPatch, accept_prob: float, draft_ms: float, token_ms: float, most: int
-) -> None:
+def test_churn(accept_prob: float, draft_ms: float, token_ms: float, most: int) -> None:
     """Nearly each step takes prompts in. Fails if those steps tell nothing, or if their time is laid to decoding."""
-    monkeypatch.setattr(module, "StepTimes", StepTimes)
     cell = accept_prob, draft_ms, token_ms, most
     fixed, own = [churned(length, *cell) for length in (0, 1, K)], churned(None, *cell)
     assert own >= 0.95 * max(fixed) and own >= 0.985 * fixed[0]

@@ -252,14 +252,20 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_what_is_compared() -> None:
-    """Kills: a method that needs a model played all the same, a gate that is not there, or where it should not be."""
+    """Kills: a method that needs a model played all the same, a gate that is not there, or where it should not be: V2
+    chooses lengths without one, but not those of a proposer of another package, which it calls on the host."""
     config = {"method": "prompt_lookup", "min_ngram": 3, "time_budget_ms": 50}
     plain, gated = candidates([json.dumps(config)], [4])
     assert [plain.policy, gated.policy] == ["always", "gated"]
     assert plain.config == {**config, "gate": "off", "num_speculative_tokens": 4}
     assert gated.config == {**config, "gate": "auto", "num_speculative_tokens": 4}
     context = ProposerContext(100, 64, 1, 4, lambda text: [])
-    assert [type(found.build(context)).__name__ for found in (plain, gated)] == ["PromptLookup", "Cascade"]
+    assert [type(found.build(context)).__name__ for found in (plain, gated)] == ["PromptLookup"] * 2
+    assert [found.on_device for found in (plain, gated)] == [False, True]
+    on_v1 = candidates([json.dumps(config)], [4], "v1")
+    assert [type(found.build(context)).__name__ for found in on_v1] == ["PromptLookup", "Cascade"]
+    custom = {"method": "custom", "proposer": "vllm_specplugins.proposers.prompt_lookup:PromptLookup"}
+    assert not any(found.on_device for found in [*on_v1, *candidates([json.dumps(custom)], [4])])
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
     for name in ("early_exit", "ngram"):
         with pytest.raises(ConfigError, match="must be proposers that read only token ids"):

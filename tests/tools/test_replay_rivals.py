@@ -120,7 +120,7 @@ def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = tmp_path / "out.json"
     files = [str(log_of(tmp_path)), str(log_of(tmp_path, "again.jsonl"))]
     given = ["replay", "--data", *files, "--ids", "odd", "--batch", "1,4", "--json", str(out)]
-    assert main([*given, *FIELD]) == 0
+    assert main([*given, "--runner", "v1", *FIELD]) == 0
     printed, facts = capsys.readouterr().out, json.loads(out.read_text())
     assert "again, 4 at a time" in printed
     assert facts["requests"] == 16 and facts["drafter"] == "eagle3:2.14:0.00084:5" and facts["host"] is None

@@ -10,7 +10,7 @@ from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, State, host
 from vllm_specplugins.kernels.acceptance.reference import new_state
 from vllm_specplugins.kernels.steps import KEPT, KINDS, SUMS
-from vllm_specplugins.structures.arrays import Ints, with_room
+from vllm_specplugins.structures.arrays import Floats, Ints, with_room
 from vllm_specplugins.structures.drafts import DraftArrays, dense_logits
 
 
@@ -18,8 +18,9 @@ class DraftTracker:
     """Tables that grow with the number of requests. `state` is the acceptance model's. `whole` [S, M] holds the length
     of each stage's part of the newest draft if that part was accepted as a whole, and 0 otherwise."""
 
-    def __init__(self, num_stages: int, max_num_draft: int):
-        state = new_state(num_stages, 1, max_num_draft, "cpu", HOST_PRIOR_WEIGHT)
+    def __init__(self, num_stages: int, max_num_draft: int, prior_weight: float = HOST_PRIOR_WEIGHT):
+        self._prior_weight = prior_weight
+        state = new_state(num_stages, 1, max_num_draft, "cpu", prior_weight)
         self.state, self.whole = State(*(array.numpy() for array in state)), np.zeros((1, num_stages))
         self._extended = np.zeros((num_stages, 2))
         self._by_place = np.zeros((num_stages, len(KINDS), max_num_draft), np.int64)
@@ -44,6 +45,12 @@ class DraftTracker:
         """Counts the outcome of the newest drafts, [R] tokens each, learns from it, and forgets the drafts."""
         outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64)
         host.observe(self.state, rows, *outcome, self.whole, self._extended, self._by_place)
+
+    def accept_probs(self, rows: Ints, drafts: DraftArrays) -> Floats:
+        """Returns each token's acceptance probability, [R, K], 0 after a draft's end."""
+        probs = np.empty(drafts.token_ids.shape)
+        host.predict(self.state, rows, rated(drafts), self._prior_weight, probs)
+        return probs
 
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
         """Returns whether each request had at least `min_length` draft tokens, all accepted, the last one from another

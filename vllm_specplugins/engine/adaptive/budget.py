@@ -17,12 +17,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import buffer_utils
 
 from vllm_specplugins.engine.verify import EDITED_ROWS
+from vllm_specplugins.gate.budget import Prices, StepBudget
 from vllm_specplugins.kernels.budget import Layout, share_budget
-from vllm_specplugins.kernels.compiled import compiled
 
-FREE = 1.02  # a step with all drafts that takes this times one without drafts costs nothing
 LOOKS_EVERY = 16  # steps between two reads of the contexts of batches of one size
-DECAY = 0.8  # per step after one without a match, of a request's mean survival
 
 
 class AcceptProbs(NamedTuple):
@@ -43,47 +41,6 @@ def new_accept_probs(num_slots: int, max_num_draft: int, device: torch.device) -
         return None
     buffer = buffer_utils.UvaBuffer(shape, torch.float32)  # of the runner's platform
     return AcceptProbs(newest, buffer.uva(), buffer.np)
-
-
-@compiled("i8(f4[:, :], f8[:, :], b1[:], i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
-def best_budget(
-    accept_probs: Any,  # [S, K]
-    mean_survival: Any,  # [S, K], in steps after one without a match; written
-    had_none: Any,  # [S], whether the step before had no match; written
-    slots: Any,  # [R]
-    num_drafts: Any,  # [R]
-    num_fixed: int,
-    num_sampling: int,
-    draft_ms: float,
-    verify_ms: Any,  # by number of tokens
-    token_ms: float,  # of a draft token beside that
-    limit: int,
-) -> int:
-    """The number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens. A lookup
-    without a match has probability 0. After a step without a match, a request therefore also scores by the mean of its
-    earlier matches, so that the next match gets a budget."""
-    scores, count = np.empty(num_drafts.sum()), 0
-    for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
-        survival, had = 1.0, had_none[slot]
-        for step in range(num_draft):
-            survival *= accept_probs[slot, step]
-            if had:
-                mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
-            score = max(survival, mean_survival[slot, step])
-            if score > 0:
-                scores[count] = score
-                count += 1
-        if num_draft:
-            had_none[slot] = accept_probs[slot, 0] == 0
-    scores = np.sort(scores[:count])
-    tokens, best = float(num_sampling), 0
-    best_rate = tokens / (draft_ms + verify_ms[num_fixed])
-    for budget in range(1, min(count, limit) + 1):
-        tokens += scores[count - budget]
-        rate = tokens / (draft_ms + verify_ms[num_fixed + budget] + budget * token_ms)
-        if rate > best_rate:
-            best_rate, best = rate, budget
-    return best
 
 
 class Budget:
@@ -109,7 +66,7 @@ class Budget:
         self._manager, self._probs = manager, accept_probs
         self._req_states, num_slots = manager.req_states, manager.req_states.max_num_reqs
         max_num_draft = manager.num_speculative_steps
-        self._mean_survival, self._had_none = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots, bool)
+        self._rule = StepBudget(num_slots, max_num_draft)
         self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
         self._newest = manager._confidence_probs if accept_probs is None else accept_probs.newest[:num_slots]
         self._add, self._compact = manager.add_request, manager.compact_batch
@@ -132,7 +89,7 @@ class Budget:
     def add_request(self, slot: int) -> None:
         """Assumes that a new request's first draft will be accepted as a whole."""
         self._add(slot)
-        self._mean_survival[slot], self._had_none[slot] = 0.0, False
+        self._rule.clear(slot)
         if self._probs is not None:
             self._manager._pending_resets.clear()
             self._newest[slot].fill_(1.0)
@@ -150,13 +107,9 @@ class Budget:
             max_rows = min(max_rows, EDITED_ROWS)
         limit = max(0, max_rows - num_reqs * self._manager.num_bonus_tokens)
         context = self._context_of(num_tokens) if self._prices.read_ms else 0.0
-        step_ms = float(draft_ms[num_reqs]) + self._prices.read_ms * num_reqs * context
-        token_ms = self._prices.attend_ms * context
-        self._step = step_ms, token_ms, num_fixed, total
-        all_ms, none_ms = step_ms + verify_ms[total] + budget * token_ms, step_ms + verify_ms[num_fixed]
-        if budget > limit or all_ms > FREE * none_ms:
-            costs = step_ms, verify_ms, token_ms, min(budget, limit)
-            budget = self._chosen(num_tokens, np.array(num_drafts), num_fixed, costs)
+        costs = self._prices.costs(float(draft_ms[num_reqs]), verify_ms, num_reqs, context)
+        self._step = costs.step_ms, costs.token_ms, num_fixed, total
+        budget = self._rule.choose(costs, num_fixed, num_drafts, limit, partial(self._read, num_tokens, num_drafts))
         self.num_verified = budget
         self._manager._batch_budget = None, None, budget
         return num_fixed + budget
@@ -175,18 +128,15 @@ class Budget:
         table_ms = (verify_ms[total] - verify_ms[num_fixed]) / max(1, total - num_fixed)
         return {"step": (step_ms + verify_ms[num_fixed]) / 1000, "draft_token": (token_ms + table_ms) / 1000}
 
-    def _chosen(self, num_tokens: Mapping[str, int], num_drafts: Any, num_fixed: int, costs: Any) -> int:
+    def _read(self, num_tokens: Mapping[str, int], num_drafts: Sequence[int]) -> tuple[Any, Any, int]:
         slots, num_sampling = self._slots(num_tokens), len(num_tokens)
         if self._uniform < 0:
-            others = np.fromiter(num_tokens.values(), np.int64, num_sampling) - num_drafts
+            others = np.fromiter(num_tokens.values(), np.int64, num_sampling) - np.array(num_drafts)
             ends = self._req_states.num_computed_tokens_np[slots] + others
             num_sampling = int(np.count_nonzero(ends >= self._req_states.prefill_len.np[slots]))
         if self._probs is None:
-            probs = self._manager._stale_confidences[self._manager._stale_idx].np
-        else:
-            probs = self._probs.host
-        records = probs, self._mean_survival, self._had_none
-        return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, *costs))
+            return self._manager._stale_confidences[self._manager._stale_idx].np, slots, num_sampling
+        return self._probs.host, slots, num_sampling
 
     def _slots(self, request_ids: Mapping[str, int]) -> Any:
         return np.fromiter(map(self._req_states.req_id_to_index.__getitem__, request_ids), np.int64, len(request_ids))
@@ -227,21 +177,13 @@ class Budget:
     def _uniform_starts(self, num_reqs: int) -> torch.Tensor:
         width = 1 + self._uniform
         if width not in self._uploaded:
-            ends = len(self._had_none) * width + 1
+            ends = len(self._rule.had_none) * width + 1
             self._uploaded[width] = torch.arange(0, ends, width, dtype=torch.int32, device=self._newest.device)
         return self._uploaded[width][: num_reqs + 1]
 
 
 _CONTEXT_LEN = "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"
 _REPLAYS = 5  # of each batch; their median counts
-
-
-class Prices(NamedTuple):
-    """Milliseconds per token of context: for a request that reads the context, and for a draft token that attends to
-    it."""
-
-    read_ms: float = 0.0
-    attend_ms: float = 0.0
 
 
 def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], None]) -> None:

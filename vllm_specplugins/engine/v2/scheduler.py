@@ -7,9 +7,6 @@ otherwise the length of the request's last known draft, which the worker reports
 a request without a match therefore costs one token instead of K + 1; before, its options set the length.
 """
 
-from collections.abc import Callable
-from math import nan
-from time import perf_counter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,43 +15,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_specplugins.engine.emitted import VERIFIED, VERIFIES, CountsEmitted
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
-from vllm_specplugins.gate.step_times import CLIFF, StepTimes
+from vllm_specplugins.gate.common_length import CommonLength
 from vllm_specplugins.request_options import draft_limit
 
 _UNPROVEN = 5  # tokens that are planned for a request with structured output until more of its draft are accepted
 _FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
 
 
-class StepLengths:
-    """vLLM's `dynamic_sd_lookup`: maps a number of requests to the number of tokens to draft for each in this step.
-
-    A length stays for at least two steps: the second one drafts as many tokens as it verifies, so its time belongs to
-    that length. A step's time runs from the end of the previous step to its end, since device and host each process one
-    step at a time. `clock` returns seconds; StepTimes describes `longest_chain`, `cliff` and `trims`.
-    """
-
-    def __init__(
-        self,
-        max_num_draft: int,
-        clock: Callable[[], float] = perf_counter,
-        longest_chain: int = 0,
-        cliff: float = CLIFF,
-        trims: bool = False,
-    ):
-        self.times, self._clock = StepTimes(max_num_draft, longest_chain, cliff, trims), clock
-        self._length, self._holds = max_num_draft, False
-        self._at = nan  # when the last step ended
-
-    def __getitem__(self, num_reqs: int) -> int:
-        self._holds = not self._holds
-        if self._holds:
-            self._length = self.times.choose(num_reqs)
-        return self._length
+class StepLengths(CommonLength):
+    """vLLM's `dynamic_sd_lookup`, which reads steps from vLLM's objects."""
 
     def tell(self, scheduled: Any, output: Any) -> None:
-        before, self._at, counts = self._at, self._clock(), scheduled.num_scheduled_tokens
-        drafts, length = scheduled.scheduled_spec_decode_tokens, getattr(scheduled, VERIFIES, None)
-        if length != scheduled.num_spec_tokens_to_schedule:
+        step_ms, counts, drafts = self.step_ms(), scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        lengths = getattr(scheduled, VERIFIES, None), scheduled.num_spec_tokens_to_schedule
+        if lengths[0] != lengths[1]:
             return
         num_reqs, share, emitted = len(counts), 1.0, output.sampled_token_ids
         total, num_drafts = scheduled.total_num_scheduled_tokens, sum(map(len, drafts.values()))
@@ -62,12 +36,7 @@ class StepLengths:
             num_reqs, verified = len(drafts) or list(counts.values()).count(1), getattr(output, VERIFIED, num_drafts)
             share = (num_reqs + min(verified, num_drafts)) / (total - num_drafts + min(verified, num_drafts))
             emitted = [emitted[output.req_id_to_index[request_id]] for request_id in drafts]
-        if num_reqs:
-            self.times.add(num_reqs, length, 1000 * (self._at - before), list(map(len, emitted)), share)
-
-    def pause(self) -> None:
-        """Stops the clock while there are no requests."""
-        self._at = nan
+        self.add(num_reqs, *lengths, step_ms, list(map(len, emitted)), share)
 
 
 class _Choosing(CountsEmitted):

@@ -19,6 +19,7 @@ from vllm_specplugins.plan import Conditions, make_plan
 from vllm_specplugins.tools.picker import Config, is_ours, pick_methods
 from vllm_specplugins.tools.replay.data import Traffic, number_of
 
+RUNNERS = V1, V2 = "v1", "v2"  # vLLM's model runners
 ALWAYS, GATED, FIXED = "always", "gated", "fixed"
 GATES = {ALWAYS: "off", GATED: "auto"}
 LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)  # values of K where the user names none, as long as the speed rises
@@ -87,12 +88,18 @@ class Candidate:
     config: Config | None = None  # its whole --speculative-config; None for a method of others
     drafter: Drafter | None = None
     waits: bool = False  # its drafting waits for the device
+    on_device: bool = False  # Model Runner V2 chooses its lengths (on_device.py)
 
     @classmethod
-    def ours(cls, method: str, policy: str, config: Config, drafter: Drafter | None = None) -> "Candidate":
+    def ours(
+        cls, method: str, policy: str, config: Config, drafter: Drafter | None = None, runner: str = V2
+    ) -> "Candidate":
         parsed, num_draft = parse_config(config), int(config["num_speculative_tokens"])
-        build = partial(build_proposer, behind_gate(parsed))
-        return cls(method, policy, num_draft, build, config, drafter, not make_plan(parsed, Conditions()).on_device)
+        is_v2 = runner == V2
+        plan = make_plan(parsed, Conditions(use_v2_model_runner=is_v2, async_scheduling=is_v2))
+        on_device = plan.on_device and plan.scheduler_chooses and plan.trims
+        build = partial(build_proposer, parsed.parts[0] if on_device else behind_gate(parsed))
+        return cls(method, policy, num_draft, build, config, drafter, not plan.on_device, on_device)
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -104,7 +111,7 @@ class Candidate:
         return {"method": self.method, "policy": self.policy, "config": self.config, "drafter": drafter}
 
 
-def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candidate]:
+def candidates(wanted: Sequence[str], num_drafts: Sequence[int], runner: str = V2) -> list[Candidate]:
     """Our methods, by method, policy and K; without names, all that read only token ids. Raises ConfigError for an
     unknown method, or one that reads more."""
     picked = {name: config for name, config in pick_methods(wanted or list(_default())).items() if config}
@@ -114,14 +121,14 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
                 f"--methods must be proposers that read only token ids, as prompt_lookup does, not {name}."
             )
     return [
-        Candidate.ours(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft})
+        Candidate.ours(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft}, runner=runner)
         for name, config in picked.items() for policy, gate in GATES.items() for num_draft in num_drafts
     ]  # fmt: skip
 
 
-def beside(drafter: Drafter) -> Candidate:
+def beside(drafter: Drafter, runner: str = V2) -> Candidate:
     """The cascade of a lookup and a recorded drafter, with the defaults of serving."""
-    return Candidate.ours("cascade", GATED, drafter.cascade, drafter)
+    return Candidate.ours("cascade", GATED, drafter.cascade, drafter, runner)
 
 
 def rivals(drafter: Drafter | None) -> list[Candidate]:

@@ -24,7 +24,8 @@ from vllm_specplugins.tools.report import check_json
 def run(args: argparse.Namespace) -> int:
     costs = costs_of(args.costs)
     drafter = Drafter.parse(args.drafter) if args.drafter else None
-    compared = candidates(args.methods, args.num_draft or LADDER) + ([beside(drafter)] if drafter else [])
+    compared = candidates(args.methods, args.num_draft or LADDER, args.runner)
+    compared += [beside(drafter, args.runner)] if drafter else []
     check_json(args)
 
     @cache
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         "requests": sum(len(traffic.histories) for traffic in tasks.values()),
         "prompt_tokens": sum(sum(traffic.prompt_lengths) for traffic in tasks.values()),
         "output_tokens": sum(traffic.num_output_tokens for traffic in tasks.values()),
+        "runner": args.runner,
         "costs": costs.source,
         "drafter": args.drafter,
         "host": HOST_SOURCE if costs is H100 else None,
@@ -112,7 +114,8 @@ def play(
 
 
 def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> Totals:
-    return simulate(traffic, candidate.build, candidate.num_draft, load, drafter=candidate.drafter, **more)
+    how = {"drafter": candidate.drafter, "on_device": candidate.on_device}
+    return simulate(traffic, candidate.build, candidate.num_draft, load, **how, **more)
 
 
 def is_past(gains: Sequence[float]) -> bool:

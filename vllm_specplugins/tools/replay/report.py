@@ -158,7 +158,7 @@ def _notes(rows: Sequence[Row], best: Candidate | None, done: Mapping[str, Any])
     host = f"; {done['host']}" if done["host"] else ""
     words = [
         f"{done['requests']} requests with {done['output_tokens']} tokens of output after {done['prompt_tokens']} of "
-        f"prompts. A step's cost: {done['costs']}{host}."
+        f"prompts, on Model Runner {done['runner'].upper()}. A step's cost: {done['costs']}{host}."
     ]
     if done["requests"] < FEW_REQUESTS:
         words.append(f"{done['requests']} requests say little of others: play {FEW_REQUESTS} or more.")

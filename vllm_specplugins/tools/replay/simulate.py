@@ -19,6 +19,7 @@ from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.replay.candidates import Build, Drafter
 from vllm_specplugins.tools.replay.costs import Load
 from vllm_specplugins.tools.replay.data import Traffic, name_of
+from vllm_specplugins.tools.replay.on_device import DeviceLengths
 
 Tokenize = Callable[[str], list[int]]
 
@@ -63,6 +64,11 @@ class Player:
         for number, tokens, count in zip(running, proposed.token_ids, proposed.num_draft, strict=True):
             self._drafts[number] = tokens[:count].tolist()
         return fates
+
+    def cut(self, number: int, count: int) -> None:
+        """Verifies `count` tokens in place of the whole draft; those after its end are wrong."""
+        draft = self._drafts.get(number, [])
+        self._drafts[number] = draft[:count] + [-1] * (count - len(draft))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Drops the drafts of finished or preempted requests."""
@@ -139,10 +145,12 @@ def simulate(
     tokenize: Tokenize = lambda text: [],
     advance: Callable[[], None] = lambda: None,
     drafter: Drafter | None = None,
+    on_device: bool = False,
 ) -> Totals:
     """Plays all traffic against the proposer that `build` makes (None: no drafts). `drafter` may offer drafts to it,
-    like a stage that is built into the engine."""
-    engine = _Engine(traffic, num_draft, load, drafter)
+    like a stage that is built into the engine. With `on_device`, lengths are chosen as where Model Runner V2 drafts on
+    the device; the proposer is then a lookup without a gate."""
+    engine = (_DeviceEngine if on_device else _Engine)(traffic, num_draft, load, drafter)
     if build is not None:
         context = ProposerContext(
             vocab_size=traffic.vocab_size,
@@ -182,13 +190,13 @@ class _Engine:
         context = sum(player.lengths[number] for number in decoding)
         step_ms = self._load.step_ms(len(decoding), num_draft, context) if decoding else 0.0
         fates = player.step(running, step_ms if len(decoding) == len(running) else None)
-        drafting_ms = (
-            self._load.drafting_ms(self._num_reqs, self._proposing_ms) + self._drafter_ms if self.barrier else 0.0
-        )
-        self.totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms)
+        self.totals.add(dict(zip(running, fates, strict=True)), step_ms, self._drafting_ms())
         over = list(filter(player.has_ended, running))
         player.forget(over)
         return over
+
+    def _drafting_ms(self) -> float:
+        return self._load.drafting_ms(self._num_reqs, self._proposing_ms) + self._drafter_ms if self.barrier else 0.0
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
         self._num_reqs = batch.num_reqs
@@ -226,3 +234,37 @@ class _Engine:
             case [float() as step_ms, float() as drafting_ms, *others]:
                 return [step_ms, self._load.drafting_ms(self._num_reqs, drafting_ms), *others]
         return value
+
+
+class _DeviceEngine(_Engine):
+    """An engine that drafts on the device, where drafting is a part of the step; a drafter takes its time there."""
+
+    def __init__(self, traffic: Traffic, num_draft: int, load: Load, drafter: Drafter | None):
+        super().__init__(traffic, num_draft, load, drafter)
+        self._lengths = DeviceLengths(num_draft, load, lambda: self.totals.ms / 1000, drafter)
+
+    def step(self, running: Sequence[int]) -> list[int]:
+        player = self._player
+        decoding = [number for number in running if not player.is_new(number)]
+        context = sum(player.lengths[number] for number in decoding)
+        counts = self._lengths.admitted(len(running), list(map(name_of, decoding)), context)
+        for number, count in zip(decoding, counts.tolist(), strict=True):
+            player.cut(number, count)
+        return super().step(running)
+
+    def _drafting_ms(self) -> float:
+        return self._drafter_ms
+
+    def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
+        assert self.barrier is not None
+        length, depth = self._lengths.observe(feedback)
+        limited = replace(batch, max_num_draft=np.minimum(batch.max_num_draft, length).astype(np.int32))
+        offered, self._num_reqs = None, batch.num_reqs
+        if self._drafter is not None:
+            self._drafter_ms = self._drafter.step_ms(batch.num_reqs, depth)
+            offered = self._drafter.draft(self._traffic, batch.request_ids, batch.token_ids)[:, :depth]
+        return self._lengths.keep(batch.request_ids, self.barrier.propose(limited, feedback), offered)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        super().forget(request_ids)
+        self._lengths.forget(request_ids)

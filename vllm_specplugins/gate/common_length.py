@@ -1,0 +1,50 @@
+"""Chooses the number of tokens that a step drafts, the same for all requests, from measured times (step_times.py)."""
+
+from collections.abc import Callable, Sequence
+from math import nan
+from time import perf_counter
+
+from vllm_specplugins.gate.step_times import CLIFF, StepTimes
+
+
+class CommonLength:
+    """Maps a number of requests to the number of tokens to draft for each in this step.
+
+    A length stays for at least two steps: the second one drafts as many tokens as it verifies, so its time belongs to
+    that length. A step's time runs from the end of the previous step to its end, since device and host each process one
+    step at a time. `clock` returns seconds; StepTimes describes `longest_chain`, `cliff` and `trims`.
+    """
+
+    def __init__(
+        self,
+        max_num_draft: int,
+        clock: Callable[[], float] = perf_counter,
+        longest_chain: int = 0,
+        cliff: float = CLIFF,
+        trims: bool = False,
+    ):
+        self.times, self._clock = StepTimes(max_num_draft, longest_chain, cliff, trims), clock
+        self._length, self._holds = max_num_draft, False
+        self._at = nan  # when the last step ended
+
+    def __getitem__(self, num_reqs: int) -> int:
+        self._holds = not self._holds
+        if self._holds:
+            self._length = self.times.choose(num_reqs)
+        return self._length
+
+    def step_ms(self) -> float:
+        """Called at the end of each step: returns the time since the end of the last one, nan if that is unknown."""
+        before, self._at = self._at, self._clock()
+        return 1000 * (self._at - before)
+
+    def add(
+        self, num_reqs: int, verified: int, drafted: int, step_ms: float, emitted: Sequence[int], share: float = 1.0
+    ) -> None:
+        """Learns from a step that verified drafts of one length and drafted another (StepTimes.add), if both agree."""
+        if verified == drafted and num_reqs:
+            self.times.add(num_reqs, verified, step_ms, emitted, share)
+
+    def pause(self) -> None:
+        """Stops the clock while there are no requests."""
+        self._at = nan

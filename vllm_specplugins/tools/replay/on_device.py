@@ -1,0 +1,120 @@
+"""Model Runner V2's choice of lengths, played by its classes. The scheduler chooses how many tokens a step drafts for
+each request, from steps that have ended. One step later, the host chooses how many draft tokens to verify, from
+acceptance probabilities that are a step old, and the device takes the likeliest ones. A recorded drafter drafts beside
+a lookup, and the draft that gains more is verified. R: requests of a step, K: max draft tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplugins.draft import Draft, Feedback, Int32Array
+from vllm_specplugins.gate.budget import Prices, StepBudget
+from vllm_specplugins.gate.common_length import CommonLength
+from vllm_specplugins.gate.draft_tracker import DraftTracker
+from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
+from vllm_specplugins.kernels.budget import Layout, share_budget
+from vllm_specplugins.structures.arrays import Ints, SlotTable
+from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, better, of_stage
+from vllm_specplugins.tools.replay.candidates import Drafter
+from vllm_specplugins.tools.replay.costs import Load
+
+BESIDE_PROMPTS = 1 - 1e-9  # share of a step that reads prompts, which are free here: its time is not one of its length
+
+
+class DeviceLengths:
+    """Chooses the lengths of drafts, and the drafts.
+
+    Args:
+        load: its costs are those that vLLM's profile measures at the start.
+        clock: returns the simulated time in seconds.
+    """
+
+    def __init__(self, max_num_draft: int, load: Load, clock: Callable[[], float], drafter: Drafter | None):
+        self._width, self._drafter, num_slots = max_num_draft, drafter, load.batch + 1
+        self._chooser = CommonLength(max_num_draft, clock, trims=True)
+        self._budget = StepBudget(num_slots, max_num_draft)
+        self._tracker = DraftTracker(1 if drafter is None else 2, max_num_draft, PRIOR_WEIGHT)
+        self._tracker.make_room(num_slots)
+        self._slots, self._is_known = SlotTable(), np.zeros(num_slots, bool)
+        self._probs = np.ones((2, num_slots, max_num_draft), np.float32)  # of the newest drafts, and of those before
+        self._copies = np.zeros((2, num_slots), bool)  # likewise: whether a lookup gains as much as the drafter can
+        self._verify_ms = np.array([load.costs.step_ms(0, num) for num in range(num_slots * (max_num_draft + 1))])
+        self._prices = Prices(load.costs.context_ms)
+        self._layout = Layout(*torch.zeros(2, num_slots + 1, dtype=torch.int32))
+        self._length = self._verifies = 0  # draft tokens of each request: made by this step, and verified
+        self._ended: Any = None  # the last step, as the scheduler learns from it
+
+    def admitted(self, num_running: int, decoding: Sequence[str], context: int) -> Ints:
+        """Begins a step. Returns the number of draft tokens that it verifies for each decoding request, [R]; `context`
+        is the sum of their tokens."""
+        self._verifies, self._length = self._length, self._chooser[num_running]
+        step_ms = self._chooser.step_ms()
+        if self._ended is not None:
+            num_reqs, *lengths, emitted, share = self._ended
+            self._chooser.add(num_reqs, *lengths, step_ms, emitted, share)
+        num_reqs, slots = len(decoding), self._slots.of(decoding)
+        planned = np.full(num_reqs, self._verifies)
+        if not planned.any():
+            return planned
+        draft_ms = 0.0 if self._drafter is None else self._drafter.step_ms(num_reqs, self._drafter.num_draft)
+        costs = self._prices.costs(draft_ms, self._verify_ms, num_reqs, context / num_reqs)
+        total = int(planned.sum())
+        read = lambda: (self._probs[1], slots, num_reqs)  # noqa: E731
+        budget = self._budget.choose(costs, num_reqs, planned.tolist(), total, read)
+        if budget == total or num_reqs == 1:
+            return np.array([budget]) if num_reqs == 1 else planned
+        counts = torch.from_numpy(np.stack((planned, np.ones_like(planned))).astype(np.int32))
+        share_budget(self._layout, torch.from_numpy(self._probs[0]), torch.from_numpy(slots), counts, budget, 1)
+        admitted: Ints = self._layout.cu_num_logits[: num_reqs + 1].diff().numpy() - 1
+        return admitted
+
+    def observe(self, feedback: Feedback) -> tuple[int, int]:
+        """Learns from the step's outcome. Returns how many tokens to look up for each request, and how many the drafter
+        drafts."""
+        slots, num_accepted = self._slots.of(feedback.request_ids), feedback.num_accepted
+        is_new = ~self._is_known[slots]
+        self._add(slots[is_new])
+        share, emitted = BESIDE_PROMPTS if is_new.any() else 1.0, (num_accepted[~is_new] + 1).tolist()
+        self._ended = len(emitted), self._verifies, self._length, emitted, share
+        self._tracker.observe(slots, feedback.num_draft, num_accepted)
+        rests = self._drafter is None and not (self._length or self._verifies or is_new.any())
+        if rests:
+            self._probs[:] = 1.0  # the next drafts are verified as a whole
+        depth = 0 if self._drafter is None else self._drafter.num_draft
+        if self._copies[1, slots].all():
+            depth = min(depth, 1)  # it takes in the verified tokens, which yields one
+        return self._length, min(depth, self._length)
+
+    def _add(self, slots: Ints) -> None:
+        self._tracker.clear(slots)
+        self._is_known[slots], self._probs[:, slots], self._copies[:, slots] = True, 1.0, False
+        for slot in slots.tolist():
+            self._budget.clear(slot)
+
+    def keep(self, request_ids: Sequence[str], draft: Draft, offered: Int32Array | None) -> Draft:
+        """Returns the step's drafts: those of a lookup, or tokens of the drafter, [R, any number]."""
+        slots, num_reqs = self._slots.of(request_ids), len(request_ids)
+        confidence = np.full(num_reqs, FIRST_CONFIDENCE) if draft.confidence is None else draft.confidence
+        drafts = of_stage(0, self._padded(draft.token_ids), draft.num_draft, confidence)
+        self._probs[1], self._copies[1] = self._probs[0], self._copies[0]
+        if offered is not None and self._drafter is not None:
+            num_offered = np.full(num_reqs, offered.shape[1])
+            others = of_stage(1, self._padded(offered), num_offered, np.full(num_reqs, FIRST_CONFIDENCE))
+            gains = self._gains(slots, drafts), self._gains(slots, others)
+            self._copies[0, slots] = gains[0] >= self._drafter.num_draft
+            drafts = better(drafts, others, gains)
+        if self._length:
+            self._probs[0, slots] = self._tracker.accept_probs(slots, drafts)
+        self._tracker.keep(slots, drafts)
+        return Draft(drafts.token_ids, drafts.num_draft)
+
+    def _gains(self, slots: Ints, drafts: DraftArrays) -> Any:
+        return self._tracker.accept_probs(slots, drafts).cumprod(axis=1).sum(axis=1)
+
+    def _padded(self, token_ids: Int32Array) -> Int32Array:
+        return np.pad(token_ids, ((0, 0), (0, self._width - token_ids.shape[1])))
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self._is_known[self._slots.forget(request_ids)] = False
