@@ -152,6 +152,16 @@ def test_dockerfile(sources: Path, tmp_path: Path) -> None:
     assert run(python.parent / "vllm-specplugins", "--help", env=alone(python), cwd=tmp_path).count("bench") > 0
 
 
+def test_example_package(environment: Path, tmp_path: Path) -> None:
+    """The package of examples/proposer passes its tests beside an installed wheel. Kills: an interface that a package
+    of others cannot use; an entry point that the method's name does not reach.
+    """
+    folder = shutil.copytree(ROOT / "examples" / "proposer", tmp_path / "proposer")
+    install(environment, "--no-deps", "--no-build-isolation", folder)
+    tests = run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".", env=alone(environment), cwd=folder)
+    assert "13 passed" in tests
+
+
 @contextmanager
 def served(python: Path, log: Path, *arguments: str) -> Iterator[str]:
     """The address of `vllm serve` in an environment; SIGTERM ends it with the block."""
