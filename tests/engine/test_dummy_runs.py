@@ -74,9 +74,10 @@ def test_dummy_runs_draft(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
 
 
-@pytest.mark.parametrize("name", ["_v2_mixed_warmup", "_warmup_0"])
-def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """vLLM's own requests before the first one, by the beginnings of their names. Kills: counts of them."""
+def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's requests before the first one, by the worker's call that sends them. Kills: counts of them; a warm-up that
+    their names decide, or that ends its mark before the call ends or not at all."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
     worker = worker_of(llm)
@@ -84,9 +85,36 @@ def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch, name
     before = llm.collective_rpc("specplugins_stats")[0]
     layers, replayed = Layers(speculator, monkeypatch), replays(speculator._graphs)
     steps = worker.execute_model, worker.sample_tokens
-    assert run_mixed_prefill_decode_warmup(worker.model_runner, *steps, 8, req_id_prefix=name)
+
+    def warm_up(_: Any) -> bool:
+        assert speculator.barrier.is_warming_up
+        return run_mixed_prefill_decode_warmup(worker.model_runner, *steps, 8, req_id_prefix="any")
+
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", warm_up)
+    assert worker.compile_or_warm_up_model() is True and not speculator.barrier.is_warming_up
     assert layers.num_calls > 0 or replays(speculator._graphs) > replayed
     assert llm.collective_rpc("specplugins_stats")[0] == before
+
+
+@pytest.mark.parametrize("name", ["_v2_", "_warmup_"])
+def test_ids_as_in_a_warm_up(llm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A client's id that begins like those of vLLM's warm-up is an id. Kills: a rehearsal for all requests because the
+    first one has such an id: the others got no drafts, or wrong tokens from the q of another step."""
+
+    def outcome(first: str) -> tuple[Any, Any]:
+        before, ids = llm.collective_rpc("specplugins_stats")[0], iter([first, "b"])
+        with monkeypatch.context() as patches:
+            processor = llm.llm_engine.input_processor
+            patches.setattr(processor, "assign_request_id", lambda request: named(request, next(ids)))
+            outputs = generate(llm, PROMPTS, [2], max_tokens=6)
+        after = llm.collective_rpc("specplugins_stats")[0]
+        return outputs, [after[count] - before[count] for count in ("drafted_tokens", "accepted_tokens")]
+
+    def named(request: Any, request_id: str) -> None:
+        request.external_req_id, request.request_id = request.request_id, request_id
+
+    expected = outcome("a")
+    assert outcome(f"{name}x") == expected and expected[1][0] > 0
 
 
 @pytest.mark.parametrize("most", [0, 1])

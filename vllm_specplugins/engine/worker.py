@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.emitted import EMITTED
+from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
@@ -62,7 +63,8 @@ class _WithProposer:
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        with replaced(self._barrier, {"is_warming_up": True}):
+            times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self._reporter.drop()
         return times
 

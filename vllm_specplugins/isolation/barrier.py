@@ -40,6 +40,7 @@ class FaultBarrier:
         self.emitted: tuple[int, dict[int, int]] | None = None  # counted by the scheduler; see engine/emitted.py
         self.tally: Any = None  # counts on the device; see engine/v2/feedback/tally.py
         self.budget: Any = None  # trims drafts on the device; see engine/adaptive/budget.py
+        self.is_warming_up = False  # as our worker sets it: a request's name may be anything
         self.undrafted: str | None = None  # why the newest call drafted nothing
         self.forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
         self.late: Any = None  # asks for late drafts; see engine/v2/speculators/late.py

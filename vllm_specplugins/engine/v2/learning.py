@@ -14,7 +14,7 @@ from torch import nn
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.learning import new_learner
 from vllm_specplugins.engine.v2.feedback.report import SampledTokens
-from vllm_specplugins.engine.v2.requests import Request, warms_up
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.windows import ExitStates
 from vllm_specplugins.target import Reading
@@ -121,7 +121,7 @@ class Readings:
         return states.flatten(0, 1)
 
     def note(self, sampled: SampledTokens) -> None:
-        if not sampled.request_ids or warms_up(sampled.request_ids):
+        if not sampled.request_ids:
             return
         self._learner.step()
         self._put((sampled, self._states))

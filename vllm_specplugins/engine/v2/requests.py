@@ -14,25 +14,26 @@ from vllm_specplugins.kernels.steps import Rows, Wanted, limit
 from vllm_specplugins.request_options import MAX_CONTEXT
 from vllm_specplugins.structures.arrays import view
 
-_WARM_UP = ("_warmup_", "_v2_")  # how the names of the requests begin with which vLLM warms up
-
-
-def warms_up(request_ids: Sequence[str]) -> bool:
-    """Whether vLLM warms up with a batch of these requests. Such a batch contains no other requests."""
-    return bool(request_ids) and request_ids[0].startswith(_WARM_UP)
-
 
 class Request:
     """A request as drafting sees it, created when the runner adds vLLM's NewRequestData, for a new request or one that
     resumes after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does not track its
-    tokens, and `token_ids` stays empty."""
+    tokens, and `token_ids` stays empty. A request with which vLLM warms up has no limit of its length: it is two tokens
+    long, and would warm up no kernels for drafts."""
 
-    def __init__(self, new: Any, slot: int, max_model_len: int, reads_tokens: bool = False, num_branches: int = 0):
+    def __init__(
+        self,
+        new: Any,
+        slot: int,
+        max_model_len: int,
+        reads_tokens: bool = False,
+        num_branches: int = 0,
+        is_warm_up: bool = False,
+    ):
         self.request_id, self.slot, self.sampling_params = new.req_id, slot, new.sampling_params
-        self.is_warm_up = warms_up([new.req_id])
         self.has_token_ids = new.prompt_embeds is None  # for all of its tokens
         self.limits = RequestLimits.of(new.sampling_params, new.prompt_len, max_model_len, num_branches).frozen()
-        if self.is_warm_up:  # it is two tokens long: kernels for drafts would not be warmed up
+        if is_warm_up:
             self.limits = self.limits._replace(length_limit=max_model_len)
         self.num_first, self.last_token_id = len(new.prefill_token_ids), new.prefill_token_ids[-1]
         self._tokens, self.num_tokens = np.empty(max_model_len if reads_tokens else 0, np.int32), 0

@@ -59,7 +59,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
     def add(scheduler_output: Any) -> None:
         slots = runner.req_states.req_id_to_index
-        limits = runner.max_model_len, speculator.reads_tokens, config.num_branches
+        limits = runner.max_model_len, speculator.reads_tokens, config.num_branches, barrier.is_warming_up
         requests = [Request(new, slots[new.req_id], *limits) for new in scheduler_output.scheduled_new_reqs]
         if requests:
             speculator.add(requests)
@@ -124,6 +124,8 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
 
 
 def _noted(speculator: Any, output: Any) -> Any:
+    if speculator.barrier.is_warming_up:
+        return output
     for watcher in (speculator.barrier.late, speculator.readings):
         if watcher is not None and hasattr(output, "model_runner_output"):
             watcher.note(SampledTokens.of(output))

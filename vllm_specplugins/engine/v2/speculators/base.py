@@ -17,7 +17,7 @@ from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, adapters_of, updates_in_place
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
-from vllm_specplugins.engine.v2.requests import Request, warms_up
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import DRAFT_NOISE
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -142,7 +142,7 @@ class Speculator(DraftModelSpeculator):
         if self.is_off:
             self.report.tell(dict.fromkeys(input_batch.req_ids, 0))
             return self.draft_tokens[:num_reqs].zero_()  # vLLM 0.33 writes -1 into it
-        rehearses = dummy_run or warms_up(input_batch.req_ids)
+        rehearses = dummy_run or self.barrier.is_warming_up
         if self.runs_target and self.runner.lora_config is not None:
             self.adapters = adapters_of(self.runner, input_batch, rehearses)
         if rehearses:

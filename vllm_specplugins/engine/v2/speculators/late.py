@@ -56,7 +56,7 @@ class LateDrafts:
         if not self._drafts:
             return
         self.remove(request.request_id for request in requests)
-        shown = [request for request in requests if request.has_token_ids and not request.is_warm_up]
+        shown = [request for request in requests if request.has_token_ids]
         self._requests |= {request.request_id: request for request in shown}
         slots = np.array([request.slot for request in requests])
         self._table[:, _NUM_DRAFT].index_fill_(0, async_tensor_h2d(slots, self._table.device), 0)
