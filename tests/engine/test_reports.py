@@ -2,20 +2,28 @@
 
 import json
 import re
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import EXAMPLES, RUNNER
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+import vllm_specplugins
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.engine.metrics.export import Exporter
 from vllm_specplugins.engine.metrics.names import PREFIX, TABLE, Metric
 from vllm_specplugins.engine.metrics.report import Reporter
+from vllm_specplugins.isolation import faults as fault_causes
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.faults import CAUSES
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 STAGE = "0 custom"
+PACKAGE = Path(vllm_specplugins.__path__[0])
 
 
 class Two:
@@ -131,6 +139,37 @@ def test_a_report_that_fails() -> None:
     for _ in range(2):
         same = output()
         assert reporter.attach(same, is_last=True) is same and same.ec_connector_output is None
+
+
+def test_the_first_fault_is_an_increase() -> None:
+    """In a cascade, as `increase(faults_total[15m])` sees it. Fails if a fault of any cause is the first sample of its
+    series, or if code counts a fault of a cause that CAUSES lacks."""
+    registry = CollectorRegistry()
+    kinds = {"_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram}
+    logger = SimpleNamespace(
+        per_engine_labelvalues={0: ["m", "0"]},
+        **{name: partial(kind, registry=registry) for name, kind in kinds.items()},
+    )
+    parts = [SimpleNamespace(method=method) for method in ("prompt_lookup", "custom")]
+    config = SimpleNamespace(speculative_config=SimpleNamespace(plugin_config=SimpleNamespace(method="x", parts=parts)))
+    exporter = Exporter(config, logger)
+
+    def faults() -> dict[tuple[str, str], float]:
+        samples = (sample for metric in registry.collect() for sample in metric.samples)
+        return {
+            (sample.labels["stage"], sample.labels["cause"]): sample.value
+            for sample in samples
+            if sample.name == f"{PREFIX}faults_total"
+        }
+
+    stages = ("0 prompt_lookup", "1 custom", "x")
+    assert faults() == {(stage, cause): 0 for stage in stages for cause in CAUSES}
+    exporter.record({f"faults\t{stage}\t{cause}": 1 for stage in stages for cause in CAUSES}, 0)
+    assert faults() == {(stage, cause): 1 for stage in stages for cause in CAUSES}
+    code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    counted = set(re.findall(r"\bFault\(([A-Z_]+)|faults\[([A-Z_]+)\]", code))
+    assert {name for names in counted for name in names if name} >= {"RAISED", "HANGS", "SLOW", "NOT_FINITE"}
+    assert all(getattr(fault_causes, name) in CAUSES for names in counted for name in names if name)
 
 
 def name_of(metric: Metric) -> str:

@@ -21,6 +21,7 @@ LONGEST_CAUSE = 300  # characters of an exception in the log
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
 CHARGED = "charged to a request"
 NOT_FINITE = "drew from logits that are not finite"  # counted in tokens, the others in steps
+CAUSES = (RAISED, HANGS, NONSENSE, SLOW, CHARGED, NOT_FINITE)
 
 # MAX_FAULTS faults within FAULT_WINDOW steps switch a proposer off. The pause doubles each time, unless the proposer
 # has run for FORGIVEN_AFTER_S since the last one.

@@ -16,7 +16,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.names import FORMER, HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
-from vllm_specplugins.isolation.faults import cause_text
+from vllm_specplugins.isolation.faults import CAUSES, cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -100,14 +100,16 @@ def _made(metric: Metric, name: str, vllm_logger: Any) -> Any:
 
 
 def _known_series(config: Any) -> Iterator[str]:
-    """The series exported from the start, as zeros; series by position or cause appear with their first count."""
+    """The series exported from the start, as zeros, since Prometheus's `increase` misses the count with which a series
+    begins. Series by position or length begin with their first count."""
     stages = [f"{index} {part.method}" for index, part in enumerate(config.parts)]
     for metric in TABLE:
         if not metric.labels:
             yield metric.name
-        elif metric.labels == ("stage",) and metric.name not in _OF_SOME_STAGES:
+        elif metric in HEALTH or (metric.labels == ("stage",) and metric.name not in _OF_SOME_STAGES):
             of_method = [config.method] if len(stages) > 1 and metric in HEALTH else []
-            yield from (key(metric.name, stage) for stage in (*stages, *of_method))
+            causes = [(cause,) for cause in CAUSES] if "cause" in metric.labels else [()]
+            yield from (key(metric.name, stage, *cause) for stage in (*stages, *of_method) for cause in causes)
 
 
 def export_metrics() -> None:
