@@ -18,8 +18,8 @@ from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers import suffix_lookup
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW
-from vllm_specplugins.structures import whole_file
 from vllm_specplugins.structures.drafts import MIN_LONGER, of_stage
+from vllm_specplugins.structures.suffix import store_file
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -123,14 +123,14 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
     before what follows, or what could not be written is forgotten."""
     path, is_full = tmp_path / "store", True
 
-    def write_some(descriptor, data):
+    def write_some(descriptor, data, place):
         if not is_full:
-            return os.write(descriptor, data)
-        os.write(descriptor, data[:5])
+            return os.pwrite(descriptor, data, place)
+        os.pwrite(descriptor, data[:5], place)
         raise OSError(28, "No space left on device")
 
     own = proposer(store_path=str(path))
-    monkeypatch.setattr(whole_file, "os", SimpleNamespace(**{**vars(os), "write": write_some}))
+    monkeypatch.setattr(store_file, "os", SimpleNamespace(**{**vars(os), "pwrite": write_some}))
     for number in range(2):
         serve(own, f"a{number}", TEXT + number, 100)
     wait_for(lambda: own.store_stats()["failed_saves"] >= 2)
@@ -143,9 +143,7 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_a_file_stays_in_bounds(tmp_path: Path):
-    """It is written anew when what left the store fills it, with what the store holds, also what came meanwhile. Fails
-    if it grows with what was ever said, or a text gets lost on the way.
-    """
+    """It holds what the store holds. Fails if it grows with what was ever said, or a text gets lost."""
     path, rng = tmp_path / "store", np.random.default_rng(0)
     own = proposer(store_path=str(path), store_bytes=1 << 20)
     last = [rng.integers(0, 1000, 600).astype(np.int32) for _ in range(300)]

@@ -25,7 +25,7 @@ from vllm_specplugins.structures.drafts import DraftArrays, begun, either, nothi
 from vllm_specplugins.structures.suffix.drafts import draft_step
 from vllm_specplugins.structures.suffix.shared import SharedTexts
 from vllm_specplugins.structures.suffix.store import SuffixStore
-from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint
+from vllm_specplugins.structures.suffix.store_file import TOKEN_BYTES, StoredText, StoreFile, fingerprint
 from vllm_specplugins.structures.suffix.store_saver import StoreSaver
 
 logger = logging.getLogger("vllm.specplugins")
@@ -34,6 +34,7 @@ STORE_WORK = 2_000  # table accesses of a step, for outputs that enter the store
 SHARED_WORK = 250  # the same for another engine's outputs alone
 MAX_NEW = 256  # tokens since the last step; a history with more is another text
 NUM_PROMPT_TOKENS = 8  # the end of a prompt, which enters the store with the output
+FILE_ROOMS = 2  # a file may be so many times the store's tokens, since short texts take more bytes in it
 OUTPUT_SHARE = 16  # unfinished outputs may take this part of the store's memory, in addition
 Ints = npt.NDArray[np.int64]
 
@@ -72,9 +73,10 @@ class SuffixLookup(Lookup):
             mark = fingerprint(context.tokenize, context.vocab_size)
             if config.store_path is not None:
                 path = Path(f"{config.store_path}{context.file_suffix}")
-                file = StoreFile(path, mark, context.vocab_size, self.store.num_bytes)
-                saver = StoreSaver(file, config.save_every_s, self.store.max_tokens)
-                texts = saver.load()
+                room = TOKEN_BYTES * self.store.max_tokens
+                file = StoreFile(path, mark, context.vocab_size, FILE_ROOMS * room)
+                saver = StoreSaver(file, config.save_every_s, room)
+                texts = saver.load(self.store.max_tokens)
                 logger.info("suffix_lookup: %d texts loaded from %s.", len(texts), path)
             if config.shared is not None:
                 url, size = redis_url(config.shared), (context.vocab_size, self.store.max_tokens)

@@ -1,4 +1,4 @@
-"""Writes files and folders completely or not at all."""
+"""Opens and locks files, and saves folders completely or not at all."""
 
 import errno
 import fcntl
@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 BEGUN, PARTIAL = ".files.", ".partial"  # prefix and suffix of a folder that is being saved
-MAX_PREFIX = 60  # characters of a file's name in the name of its successor, which must not be too long
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -21,48 +20,6 @@ def open_regular(path: Path, flags: int) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file")
-    return descriptor
-
-
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Reads the beginning of a file, up to max_bytes. Raises OSError as open_regular does."""
-    descriptor = open_regular(path, os.O_RDONLY)
-    try:
-        return read_all(descriptor, max_bytes)
-    finally:
-        os.close(descriptor)
-
-
-def read_all(descriptor: int, max_bytes: int) -> bytes:
-    """Reads the beginning of an open file, up to max_bytes."""
-    with open(descriptor, "rb", closefd=False) as file:
-        file.seek(0)
-        return file.read(min(max_bytes, os.fstat(descriptor).st_size))
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of the data, in several calls if necessary. After an OSError, a part may have been written."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def write_whole(path: Path, data: bytes) -> int:
-    """Replaces `path`, or the file that it links to, by a new file with this data, synced to the disk, and returns its
-    descriptor. If that fails, raises OSError, and the old file stays."""
-    path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name[:MAX_PREFIX]}{PARTIAL}")
-    partial.unlink(missing_ok=True)  # a killed process may have left it
-    descriptor = open_regular(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
-        os.replace(partial, path)
-    except BaseException:
-        os.close(descriptor)
-        with suppress(OSError):
-            os.unlink(partial)
-        raise
     return descriptor
 
 

@@ -2,14 +2,12 @@
 
 import argparse
 import sys
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
 from rich.console import Console
 
 from vllm_specplugins.structures.suffix.store_file import (
-    DamagedError,
     StoredText,
     StoreFile,
     fingerprint,
@@ -39,10 +37,11 @@ def run(args: argparse.Namespace) -> int:
     known = fingerprint(partial(tokenizer.encode, add_special_tokens=False), vocab_size)
     file = StoreFile(args.out, known, vocab_size, sys.maxsize)
     with writing("--out", "file", file.path):  # it replaces another store, if there is one, and nothing else
-        with suppress(DamagedError):  # or that of another model
-            if file.path.exists():
-                file.open()
-        file.write(records)
+        file.open(replaces=True)  # or that of another model
+        file.clear()
+        for data in records:
+            file.append(data)
+        file.sync()
         file.close()
     Console().print(f"{len(records)} texts of {num_tokens} tokens in {args.out}")
     return 0

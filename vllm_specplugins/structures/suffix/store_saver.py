@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_specplugins.structures.pause import Pause
 from vllm_specplugins.structures.suffix.store_file import (
-    TOKEN_BYTES,
     DamagedError,
     StoredText,
     StoreFile,
@@ -26,16 +25,17 @@ logger = logging.getLogger("vllm.specplugins")
 
 MAX_UNSAVED = 10_000  # texts that wait for a file that cannot be written; beyond that the oldest are dropped
 LONGEST_PAUSE_S = 600.0  # between attempts to write such a file
+LOOK_S = 1.0  # whether the thread still works, while another one waits for it
 GRACE_S = 4.0  # for the last texts at the end: vLLM gives a worker 5 s
 
 
 class StoreSaver:
     """Appends each text in a thread to the file, which must not be open yet. A killed process loses the texts that the
     thread has not written. A power cut also loses the texts after the last sync, which follows a text within
-    sync_every_s. A file that reaches twice the store's room, max_tokens, loses its older half."""
+    sync_every_s. Texts wait for the file in at most max_bytes."""
 
-    def __init__(self, file: StoreFile, sync_every_s: float, max_tokens: int):
-        self._file, self._sync_every_s, self._max_tokens = file, sync_every_s, max_tokens
+    def __init__(self, file: StoreFile, sync_every_s: float, max_bytes: int):
+        self._file, self._sync_every_s, self._max_bytes = file, sync_every_s, max_bytes
         self._unsaved: deque[bytes] = deque(maxlen=MAX_UNSAVED)
         self._is_useless = False  # the file cannot be used and may be replaced
         self._due_at: float | None = None  # of the next sync or attempt
@@ -44,25 +44,23 @@ class StoreSaver:
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="specplugins-store", daemon=True)
 
-    def load(self) -> list[StoredText]:
+    def load(self, max_tokens: int) -> list[StoredText]:
         """Starts the thread, and returns the newest texts of the file, up to max_tokens. If the file cannot be read or
         written, logs one sentence."""
         texts: list[StoredText] | None = self._attempt(self._file.open)
         if texts is None and not self._is_useless:
-            with suppress(StoreFileError, OSError):  # which is in the log
+            with suppress(StoreFileError, OSError, MemoryError):  # which is in the log
                 texts = self._file.read()
-        if self._file.num_dropped:
-            logger.warning(
-                "suffix_lookup: %s: %d bytes at its end are damaged.", self._file.path, self._file.num_dropped
-            )
+        if self._file.num_damaged:
+            logger.warning("suffix_lookup: %s: %d damaged texts are lost.", self._file.path, self._file.num_damaged)
         self._thread.start()
         newest = list(reversed(texts or []))
         num_tokens = accumulate(len(text.tokens) for text in newest)
-        return newest[: sum(number <= self._max_tokens for number in num_tokens)][::-1]
+        return newest[: sum(number <= max_tokens for number in num_tokens)][::-1]
 
     def add(self, text: StoredText) -> None:
         """Queues a text that has entered the store, for the file."""
-        self._jobs.put(partial(self._append, text))
+        self._jobs.put(partial(self._append, record(text)))
 
     def clear(self) -> None:
         self._wait_for(self._empty)
@@ -79,7 +77,8 @@ class StoreSaver:
         is_done = Event()
         self._jobs.put(job)
         self._jobs.put(is_done.set)
-        is_done.wait()
+        while self._thread.is_alive() and not is_done.wait(LOOK_S):
+            pass
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
@@ -94,12 +93,12 @@ class StoreSaver:
         except Empty:
             return self._sync
 
-    def _append(self, text: StoredText) -> None:
-        self._unsaved.append(record(text))
+    def _append(self, data: bytes) -> None:
+        self._unsaved.append(data)
         if self._pause.seconds == 0 or self._due_at is None:
             self._attempt(self._write)
             self._due_at = self._due_at or time.monotonic() + self._sync_every_s
-        drop_oldest(self._unsaved, TOKEN_BYTES * self._max_tokens)
+        drop_oldest(self._unsaved, self._max_bytes)
 
     def _sync(self) -> None:
         self._due_at = None
@@ -111,14 +110,14 @@ class StoreSaver:
         self._attempt(partial(self._write, is_empty=True))
 
     def _write(self, is_empty: bool = False) -> bool:
-        if not self._file.is_open and not self._is_useless:
-            self._file.open()
-        if self._is_useless or is_empty:
-            self._file.write(())
+        if not self._file.is_open:
+            self._file.open(replaces=self._is_useless)
             self._is_useless = False
-        self._file.append(self._unsaved)
-        self._unsaved.clear()
-        self._file.shorten(TOKEN_BYTES * self._max_tokens)
+        if is_empty:
+            self._file.clear()
+        while self._unsaved:
+            self._file.append(self._unsaved[0])
+            self._unsaved.popleft()
         self.num_saves += 1
         return True
 
@@ -126,16 +125,14 @@ class StoreSaver:
         """Returns the result of the work. A failure closes the file and returns None; the first in a row is logged."""
         try:
             result = work()
-        except (StoreFileError, OSError) as error:
+        except Exception as error:  # also a lack of memory
             self._file.close()
             is_first, self._is_useless = self._pause.failed(), isinstance(error, DamagedError)
             self._due_at = time.monotonic() + self._pause.seconds
             self.num_failures += 1
-            problem = (
-                f"the store {self._file.path} cannot be saved ({error.strerror})"
-                if isinstance(error, OSError)
-                else error
-            )
+            cause = error.strerror if isinstance(error, OSError) else type(error).__name__
+            is_sentence = isinstance(error, StoreFileError)
+            problem = error if is_sentence else f"the store {self._file.path} cannot be saved ({cause})"
             if self._is_useless:
                 logger.warning("suffix_lookup: %s; the store begins empty.", problem)
             elif is_first:
