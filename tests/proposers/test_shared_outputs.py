@@ -1,9 +1,13 @@
 """Outputs that engines share, through a real Valkey server; docstrings say when a test fails."""
 
+import itertools
 import logging
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +155,100 @@ def test_garbage(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> 
     connection.set(key, b"no stream")
     wait_for(lambda: own.store_stats()["failed"] > 0)
     assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
+
+
+@pytest.mark.parametrize("place", [f"{2**64 - 1}-{2**64 - 1}", f"{2**44}-0"])
+def test_an_entry_of_the_future(server: ValkeyServer, replica: Callable[..., SuffixLookup], place: str) -> None:
+    """An entry with the highest id, or one of the year 2527, costs what the server holds; what is published after it
+    other engines fetch without a restart, also one that has read from a server whose clock is ahead.
+
+    Kills: an engine that waits for entries after that one; a server to which nothing can be added after it.
+    """
+    first, second = replica(), replica()
+    serve(first, "a", TEXT, 20)
+    fetched(second, 1)
+    connection = redis.Redis.from_url(server.connection_url)
+    [key] = connection.keys()
+    connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT[:9])), ORIGIN: b"them"}, id=place)
+    wait_for(lambda: not connection.exists(key))
+    assert second._shared is not None
+    second._shared._fetched_to = place.encode()
+    serve(first, "b", TEXT[::-1].copy(), 20)
+    fetched(second, 2)
+    assert int(connection.xinfo_stream(key)["last-generated-id"].split(b"-")[0]) < 2**44
+
+
+def test_a_clock_that_is_ahead(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of next year publishes, and others' texts stay. Kills: expiry by the engine's clock."""
+    writer = SharedTexts(server.connection_url, b"mark", 1000, 100_000, 100)
+    writer.add(StoredText(False, b"", TEXT))
+    assert writer._attempt()
+    year = 365 * 24 * 3600
+    monkeypatch.setattr(shared.time, "time", lambda: time.clock_gettime(time.CLOCK_REALTIME) + year)
+    writer.add(StoredText(False, b"", TEXT))
+    assert writer._attempt()
+    assert redis.Redis.from_url(server.connection_url).xlen("specplugins:" + b"mark".hex()) == 2
+
+
+def test_large_text(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> None:
+    """What somebody else publishes past the bound is dropped on the server, and no engine reads it whole; what comes
+    after that is fetched.
+
+    Kills: an answer of any size that is read; an engine that tries the same entry for ever.
+    """
+    own = replica()
+    connection = redis.Redis.from_url(server.connection_url)
+    assert own._shared is not None
+    key = own._shared._key
+    connection.xadd(key, {FIELD: b"x" * (1 << 26), ORIGIN: b"them"})
+    wait_for(lambda: own.store_stats()["failed"] and not connection.xlen(key))
+    connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT)), ORIGIN: b"them"})
+    fetched(own, 1)
+    assert connection.info("stats")["total_net_output_bytes"] < 1 << 25
+
+
+ENTRY = b"*2\r\n$3\r\n%d-%d\r\n*2\r\n$4\r\ntext\r\n$1\r\nx\r\n"
+
+
+@pytest.mark.parametrize("kind", ["drips", "ignored", "endless"])
+def test_a_server_that_does_not_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start ends at its time, or at its bytes, with one line. Kills: a deadline that an answer by single bytes, or
+    one of ignored entries, does not reach; an answer that is read to its end."""
+    monkeypatch.setattr(shared, "FILL_S", 1.0)
+    sent = [0]
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            for number in itertools.count(1):
+                command = connection.recv(1 << 16)
+                if b"TIME" in command:
+                    connection.sendall(b"*2\r\n$2\r\n99\r\n$1\r\n0\r\n")
+                elif b"XREAD" not in command:
+                    connection.sendall(b"+OK\r\n" * command.count(b"*"))
+                elif kind == "ignored":
+                    entries = b"".join(ENTRY % (number % 10, place % 10) for place in range(32))
+                    connection.sendall(b"*1\r\n*2\r\n$1\r\nk\r\n*32\r\n" + entries)
+                else:
+                    connection.sendall(b"$1000000000\r\n")
+                    while kind == "drips":
+                        connection.sendall(b"x")
+                        time.sleep(0.1)
+                    while True:
+                        sent[0] += connection.send(b"x" * (1 << 16))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        own = SharedTexts(f"redis://127.0.0.1:{server.getsockname()[1]}?protocol=2", b"mark", 1000, 100_000, 100)
+        began = time.monotonic()
+        assert own.fill() == []
+        assert time.monotonic() - began < 10 and own.counts["failed"] and sent[0] < 1 << 25
+        own._is_closing.set()
 
 
 def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:

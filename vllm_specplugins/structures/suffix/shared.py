@@ -26,7 +26,49 @@ WAIT_SHARE = 20  # the wait is at least this times the time that a look at the s
 TIMEOUT_S = 5.0
 LONGEST_PAUSE_S = 60.0  # between attempts to reach the server
 FILL_S = 30.0  # an engine's start waits no longer for texts
+EXCHANGE_S = 30.0  # the longest of fetching all texts
+EXTRA_BYTES = 1 << 20  # of an exchange, beside twice the texts that the server may hold
+MAX_LEAD_MS = 60_000  # of an entry's time before the server's clock
 GRACE_S = 2.0  # to publish the last texts at the end
+
+
+class TooMuch(Exception):
+    """A server sends more than all texts in an exchange, or takes too long for it."""
+
+
+class _Exchange:
+    """What a server may still send, and until when."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self.begin(EXCHANGE_S)
+
+    def begin(self, seconds: float) -> None:
+        self._num_left, self._ends_at = self._max_bytes, time.monotonic() + seconds
+
+    def took(self, num_bytes: int) -> int:
+        self._num_left -= num_bytes
+        if self._num_left < 0 or time.monotonic() > self._ends_at:
+            raise TooMuch
+        return num_bytes
+
+
+class _Socket:
+    """A connection's socket, which ends an exchange at its limits."""
+
+    def __init__(self, socket: Any, exchange: _Exchange):
+        self._socket, self._exchange = socket, exchange
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def recv(self, *args: Any) -> bytes:
+        data: bytes = self._socket.recv(*args)
+        self._exchange.took(len(data))
+        return data
+
+    def recv_into(self, *args: Any) -> int:
+        return self._exchange.took(self._socket.recv_into(*args))
 
 
 class SharedTexts:
@@ -52,6 +94,10 @@ class SharedTexts:
         self._server: Any = redis.Redis.from_url(
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None
         )
+        self._exchange = exchange = _Exchange(2 * PLACE_BYTES * max_tokens + EXTRA_BYTES)
+        pool, kind = self._server.connection_pool, self._server.connection_pool.connection_class
+        connect = {"_connect": lambda connection: _Socket(kind._connect(connection), exchange)}
+        pool.connection_class = type("LimitedConnection", (kind,), connect)
         self._key, self._origin = f"specplugins:{mark.hex()}", os.urandom(8)
         self._vocab_size, self._max_tokens, self._keep_s = vocab_size, max_tokens, keep_s
         self._unsent: deque[bytes] = deque(maxlen=MAX_UNSENT)
@@ -66,7 +112,7 @@ class SharedTexts:
     def fill(self) -> list[StoredText]:
         """Returns the newest texts on the server that fit into the store, oldest first."""
         deadline, texts, num_tokens = time.monotonic() + FILL_S, deque[StoredText](), 0
-        while self._attempt() and self._waiting and time.monotonic() < deadline:
+        while self._attempt(deadline - time.monotonic()) and self._waiting and time.monotonic() < deadline:
             while self._waiting:
                 texts.append(self._waiting.popleft())
                 num_tokens += len(texts[-1].tokens)
@@ -98,13 +144,17 @@ class SharedTexts:
             self._attempt()
             self._is_closing.wait(self._pause.seconds or max(WAIT_S, WAIT_SHARE * self._look_s))
         with suppress(Exception):
+            self._exchange.begin(GRACE_S)
             self._publish()
             self._server.close()
 
-    def _attempt(self) -> bool:
+    def _attempt(self, longest_s: float = EXCHANGE_S) -> bool:
         """Publishes and fetches. Returns False where that fails, and logs the first failure in a row."""
+        self._exchange.begin(longest_s)
         try:
             self._clear()
+            if self._pause.seconds:  # another program's text may be too long to read
+                self._cut()
             while self._has_room() and self._fetch() == MAX_FETCHED:
                 self._publish()
             self._publish()
@@ -133,7 +183,7 @@ class SharedTexts:
         self._clear()
         if not self._unsent:
             return
-        num_bytes = 0
+        num_bytes, oldest_ms = 0, max(0, self._now_ms() - 1000 * self._keep_s)
         while self._unsent:
             self._server.xadd(self._key, {TEXT: self._unsent[0], ORIGIN: self._origin})
             num_bytes += len(self._unsent.popleft())
@@ -141,7 +191,7 @@ class SharedTexts:
             if num_bytes > PLACE_BYTES * self._max_tokens // PARTS:
                 num_bytes = 0
                 self._cut()
-        self._server.xtrim(self._key, minid=int((time.time() - self._keep_s) * 1000))
+        self._server.xtrim(self._key, minid=oldest_ms)
         self._server.expire(self._key, self._keep_s)
         self._cut()
 
@@ -153,11 +203,23 @@ class SharedTexts:
         if num_bytes > max_bytes:
             self._server.xtrim(self._key, maxlen=int(0.9 * self._server.xlen(self._key) * max_bytes / num_bytes))
 
+    def _now_ms(self) -> int:
+        """The server's time since 1970, by which it numbers entries."""
+        return 1000 * int(self._server.time()[0])
+
     def _fetch(self) -> int:
-        """Fetches texts and returns how many came."""
+        """Fetches texts and returns how many came. A stream with an entry of the future is deleted: that entry would
+        never expire, and the server may refuse to add entries after it."""
+        latest = self._now_ms() + MAX_LEAD_MS
+        if _time_of(self._fetched_to) > latest:  # another server, or another clock, was there before
+            self._fetched_to = b"0"
         streams = self._server.xread({self._key: self._fetched_to}, MAX_FETCHED)
         entries = streams[0][1] if streams else ()
         for place, fields in entries:
+            if _time_of(place) > latest:
+                self.counts["ignored"] += 1
+                self._server.delete(self._key)
+                return 0
             self._fetched_to = place
             if fields.get(ORIGIN) != self._origin:
                 self._enter(fields.get(TEXT, b""))
@@ -168,3 +230,8 @@ class SharedTexts:
         if parsed is not None:
             self._waiting.append(parsed[0])
         self.counts["ignored" if parsed is None else "fetched"] += 1
+
+
+def _time_of(place: bytes) -> int:
+    """The milliseconds since 1970 in an entry's id."""
+    return int(place.split(b"-")[0])
