@@ -181,7 +181,7 @@ def _check(add: Add) -> None:
     add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
     add("--options", "options of the proposer", dictionary, {}, metavar="JSON")
     add("--time-budget-ms", "time limit per step", whole(1, 60_000), 1000)
-    add("--tokenizer", "model whose tokenizer the class gets, for example examples/demo/model", metavar="MODEL")
+    add("--tokenizer", "model with the tokenizer that the class gets, for example examples/demo/model", metavar="MODEL")
 
 
 def _doctor(add: Add) -> None:
