@@ -195,6 +195,17 @@ def _doctor(add: Add) -> None:
     add("--json", "print the findings as JSON", bool)
 
 
+def _collect(add: Add) -> None:
+    """Pack metrics, versions, a diagnosis and log lines of a running server, without prompts and answers.
+
+    Example: %(prog)s --url http://localhost:8000 --log vllm.log --out incident.zip
+    """
+    add("--url", "address of the server", default="http://localhost:8000")
+    add("--log", "log file of the server; its warnings and lines about speculation are packed", Path, shown="none")
+    add("--speculative-config", "the server's configuration", dictionary, shown="an example", metavar="JSON")
+    add("--out", "new file", Path, required=True)
+
+
 def _build_store(add: Add) -> None:
     """Make a store for suffix_lookup from past outputs.
 
@@ -293,6 +304,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], Callable[[Add], None]]] = {
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", *TORCH), _verify_lossless),
     "check": ("vllm_specplugins.tools.check", ("rich",), _check),
     "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich"), _doctor),
+    "collect": ("vllm_specplugins.tools.collect", ("vllm", "torch", "rich"), _collect),
     "build-store": ("vllm_specplugins.tools.build_store", TORCH, _build_store),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", *TORCH), _bench),
     "replay": ("vllm_specplugins.tools.replay.command", TORCH, _replay),

@@ -4,7 +4,8 @@ import argparse
 import json
 import os
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from io import StringIO
 from shlex import quote
@@ -20,9 +21,8 @@ STYLES = {OK: "green", ADVICE: "yellow", PROBLEM: "bold red"}
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if vLLM would serve the configuration, otherwise 1."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     raw = args.speculative_config
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # vLLM and its libraries print a lot
+    with quiet():
         findings = diagnose(raw, args.model)
     problems = [finding.name for finding in findings if finding.state == PROBLEM]
     ready = json.dumps(READY if raw is None or problems else raw, separators=(",", ":"))
@@ -32,6 +32,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(findings, ready, problems)
     return 1 if problems else 0
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """vLLM and its libraries print a lot."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield
 
 
 def _print(findings: list[Finding], ready: str, problems: list[str]) -> None:

@@ -1,0 +1,62 @@
+"""`collect`: what the file of an incident holds, and what it must not hold."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+
+from vllm_specplugins.__main__ import main
+
+LOG = """\
+INFO 01-01 Received request cmpl-1: prompt: 'SECRET speculative question', params: SamplingParams(n=1)
+INFO 01-01 [specplugins] Speculation so far: 10 drafts
+WARNING 01-01 The proposer raised (KeyError: 1); its drafts of this step are dropped, requests go on.
+INFO 01-01 Generated response cmpl-1: 'SECRET answer about ERROR'
+INFO 01-01 GET /health 200
+"""
+
+
+@pytest.fixture
+def url() -> Any:
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in ("/metrics", "/version") else 404)
+            self.end_headers()
+            self.wfile.write(b"vllm:specplugins_steps_total 5\n" if self.path == "/metrics" else b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_collect(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
+    """Kills: a prompt, an answer or a key in the file; an existing file that is overwritten; a part that is missing."""
+    monkeypatch.setenv("VLLM_API_KEY", "SECRET key")
+    monkeypatch.setenv("VLLM_PLUGINS", "specplugins")
+    log, out = tmp_path / "log", tmp_path / "incident.zip"
+    log.write_text(LOG)
+    arguments = ["collect", "--url", f"{url}/", "--log", str(log), "--out", str(out)]
+    assert main(arguments) == 0
+    with ZipFile(out) as archive:
+        parts = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert "specplugins_steps_total 5" in parts["metrics.txt"] and parts["version.txt"] == "{}"
+    assert len(parts["log.txt"].splitlines()) == 2 and "VLLM_PLUGINS=specplugins" in parts["environment.txt"]
+    assert '"vllm-specplugins"' in parts["doctor.json"]
+    assert "SECRET" not in "".join(parts.values()) and "VLLM_API_KEY=(hidden)" in parts["environment.txt"]
+    assert "--out must be a new file" in refused(*arguments)
+
+
+def test_server_that_is_down(tmp_path: Path) -> None:
+    """Kills: an incident that ended the server and so leaves no file."""
+    out = tmp_path / "incident.zip"
+    assert main(["collect", "--url", "http://127.0.0.1:9", "--out", str(out)]) == 0
+    with ZipFile(out) as archive:
+        assert "does not answer" in archive.read("metrics.txt").decode()
