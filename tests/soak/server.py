@@ -117,7 +117,7 @@ class Server:
         """Resident bytes of all of its processes together."""
         assert self._process is not None
         total = 0
-        for process in self._processes():
+        for process in self.processes():
             try:
                 total += process.memory_info().rss
             except psutil.NoSuchProcess:
@@ -128,7 +128,7 @@ class Server:
         """How many tracebacks it has logged so far."""
         return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         assert self._process is not None
         try:
             root = psutil.Process(self._process.pid)
@@ -138,7 +138,7 @@ class Server:
 
     def _end(self, number: signal.Signals) -> None:
         assert self._process is not None
-        processes = self._processes()
+        processes = self.processes()
         _signal_group(self._process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(60)

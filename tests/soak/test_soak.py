@@ -8,6 +8,7 @@ from pathlib import Path
 import chaos
 import memory
 import numpy as np
+import probed
 import pytest
 import server
 import soak
@@ -21,7 +22,7 @@ from vllm_specplugins.draft import DraftBatch, ProposerContext
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(memory).failed == doctest.testmod(server).failed == 0
+    assert not any(doctest.testmod(module).failed for module in (memory, server, probed))
 
 
 def test_every_kind_of_request() -> None:
@@ -93,3 +94,15 @@ def test_every_misdeed_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             (tmp_path / "calm").unlink()
     journals = [(tmp_path / f"journal.{index}").read_text().splitlines() for index in range(2)]
     assert len(set(journals[0])) == len(set(journals[1])) == 10 and not set(journals[0]) & set(journals[1])
+
+
+def test_hostile_bodies_of_a_probed_server() -> None:
+    """By seed, at temperature 1, schemas of free white space among them. Kills: greedy requests, a class left out."""
+    bodies = probed.hostile_bodies(2)
+    assert repr(bodies) == repr(probed.hostile_bodies(2)) != repr(probed.hostile_bodies(3))  # NaN is not NaN
+    assert len(bodies) > 200 and all(body["temperature"] == 1 for body in bodies)
+    kinds = {
+        kind for body in bodies if isinstance(body["structured_outputs"], dict) for kind in body["structured_outputs"]
+    }
+    assert kinds >= {"json", "regex", "grammar", "choice", "structural_tag"}
+    assert sum(body["structured_outputs"] == {"json": probed.FREE} for body in bodies) == 20
