@@ -5,6 +5,7 @@ tokens may swap places if they arrive closer together than float32 can resolve."
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from .acceptance import Other, observe, predict, worth
 from .acceptance.reference import new_state
 from .budget import Layout, share_budget
 from .history_match import history_match
-from .rejection import rejection_sample
+from .rejection import Sampling, rejection_sample
 from .rejection.adjust import adjust
-from .rejection.drafts import sample_with_q
+from .rejection.drafts import coupled_sample, rated_sample, sample_with_q
 from .rejection.inputs import Batch, as_step, make_batch, make_edits, to_device
 from .rejection.step import sample_step
 from .rounds.siblings import draw_siblings, try_siblings
@@ -41,6 +42,10 @@ class Shapes(NamedTuple):
     trims: bool = False
     # Where drafts branch: numbers of query heads and of KV heads, and the size of a head
     heads: tuple[int, int, int] | None = None
+    # Whether a part of the model drafts, and whether it is a stage of a cascade
+    runs_target: bool = False
+    cascades: bool = False
+    num_slots: int = 16
 
 
 class Finding(NamedTuple):
@@ -91,6 +96,8 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[], _Case]]]:
     yield "verification, in place", partial(_verification_in_place, shapes)
     yield "edits", partial(_edits, shapes)
     yield "rows", partial(_rows, shapes)
+    if shapes.runs_target:
+        yield "drafting", partial(_drafting, shapes)
     if shapes.samples:
         yield "noise", partial(_noise, shapes)
     if shapes.looks_up:
@@ -138,32 +145,59 @@ def _edits(shapes: Shapes) -> _Case:
     assert edits.bad_words is not None
     history = edits.bad_words.history.flatten()  # drafts continue bad words
     drafts = history[torch.arange(len(batch.draft_token_ids)) % len(history)]
+
+    def operation(*given: Any, implementation: str) -> list[torch.Tensor]:
+        edit: Any = adjust
+        edited = [edit(*given, implementation)]
+        if shapes.runs_target:  # it drafts after a request's last row
+            rows = given[0][given[1][1:].long() - 1]
+            edited.append(edit(rows, *given[1:], implementation, only_last=True))
+        return edited
+
     arguments = *batch._replace(draft_token_ids=drafts)[:5], edits, batch.max_num_draft
-    return _Case(adjust, arguments, tolerance=_TOLERANCE)
+    return _Case(operation, arguments, tolerance=_TOLERANCE)
 
 
 def _rows(shapes: Shapes) -> _Case:
     def operation(rows: Any, lengths: Any, *others: Any, implementation: str) -> list[torch.Tensor]:
         limits, max_tokens, num_draft, staged, first, second = others
-        mapping, totals = (
-            torch.zeros_like(num_draft),
-            inputs.new_totals(len(lengths), shapes.max_num_draft, num_draft.device),
-        )
-        slots, wanted, by_stage = limit(rows, lengths, limits, max_tokens, mapping, (2, 1), implementation)
-        tally(totals, rows, wanted, num_draft, shapes.max_num_draft, staged, implementation)
-        read = newest(mapping, lengths, lengths.long(), (lengths.float(), lengths.long()), implementation)
-        joined = [join(first, second, continues, implementation) for continues in (True, False)]
-        return [slots, wanted, mapping, *totals[:2], *by_stage, *read, *(part for parts in joined for part in parts)]
+        mapping, width, results = torch.zeros_like(num_draft), shapes.max_num_draft, list[torch.Tensor]()
+        variants = (staged, staged._replace(confirmed=None)) if shapes.cascades else (None,)
+        for stages in variants:
+            totals, of_stages = inputs.new_totals(len(lengths), width, num_draft.device), (2, 1) if stages else ()
+            slots, wanted, by_stage = limit(rows, lengths, limits, max_tokens, mapping, of_stages, implementation)
+            tally(totals, rows, wanted, num_draft, width, stages, implementation)
+            results += [slots, wanted, mapping, *totals[:2], *by_stage]
+        for tables in ((), (lengths.int(), lengths.float(), lengths.float())) if shapes.runs_target else ():
+            states = lengths.float(), lengths.long(), *tables
+            results += newest(mapping, lengths, lengths.long(), states, implementation)
+        for confidence in (second.confidence, None) if shapes.cascades else ():
+            for continues in (True, False):
+                results += join(first, second._replace(confidence=confidence), continues, implementation)
+        return results
 
     step, chains = (make(40, shapes.max_num_draft) for make in (inputs.make_step, inputs.make_chains))
     return _Case(operation, (*step, *chains))
 
 
-def _noise(shapes: Shapes) -> _Case:
+def _drafting(shapes: Shapes) -> _Case:
+    def operation(*rows: Any, implementation: str) -> list[torch.Tensor]:
+        sample: Any = rated_sample
+        rated = [part for greedy in (True, False) for part in sample(*rows, greedy, implementation)]
+        return [coupled_sample(*rows, implementation), *rated]
+
+    return _Case(operation, _drafted(shapes), num_near_ties=1, tolerance=_TOLERANCE)
+
+
+def _drafted(shapes: Shapes) -> tuple[torch.Tensor, torch.Tensor, Sampling]:
     batch = _batch(shapes, 0, [0] * 16, truncated=True)
-    sampling = batch.sampling.at(batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff()))
+    return batch.target_logits, batch.positions, batch.sampling.at(batch.idx_mapping)
+
+
+def _noise(shapes: Shapes) -> _Case:
+    logits, positions, sampling = _drafted(shapes)
     sampling = replace(sampling, temperature=sampling.temperature.clamp(min=0.4))  # at 0 there is no q
-    return _Case(sample_with_q, (batch.target_logits, batch.positions, sampling), num_near_ties=1)
+    return _Case(sample_with_q, (logits, positions, sampling), num_near_ties=1)
 
 
 def _rounds(shapes: Shapes) -> _Case:
@@ -185,7 +219,7 @@ def _lookup(shapes: Shapes) -> _Case:
 
 
 def _acceptance(shapes: Shapes) -> _Case:
-    num_stages, num_slots = 2, 41
+    num_stages, num_slots = 1 + shapes.cascades, 41
 
     def operation(*steps: Any, implementation: str) -> list[torch.Tensor]:
         there = steps[0][0].device
@@ -194,11 +228,12 @@ def _acceptance(shapes: Shapes) -> _Case:
         for slots, drafts, sampled, rejected in steps:
             accept_probs = torch.zeros_like(drafts.confidence)
             tables = tuple(torch.zeros(2, num_slots, shapes.max_num_draft, device=there))
-            copies, asked = torch.zeros(num_slots, 1, device=there), (slots % 3).int()
-            for continues in (True, False):
-                other = Other(1, shapes.max_num_draft, continues, asked)
-                results += worth(state, slots, drafts, other, (copies, 1.0), implementation)
-            predict(state, slots, drafts, accept_probs, implementation, tables=tables)
+            copies = torch.zeros(num_slots, 1, device=there)
+            others = [Other(1, shapes.max_num_draft, continues, (slots % 3).int()) for continues in (True, False)]
+            for other, table in product((*others, None), ((copies, 1.0), None)) if num_stages > 1 else ():
+                results += worth(state, slots, drafts, other, table, implementation)
+            for keeps, written in ((False, ()), (True, tables), (True, ())):
+                predict(state, slots, drafts, accept_probs, implementation, keeps, written)
             observe(state, slots, sampled, rejected, implementation)
             results += [copies, accept_probs, *tables]
         return [*results, *state[:4]]
@@ -208,12 +243,16 @@ def _acceptance(shapes: Shapes) -> _Case:
 
 def _budget(shapes: Shapes) -> _Case:
     def operation(*steps: Any, implementation: str) -> list[torch.Tensor]:
-        layouts = [Layout(*torch.full((2, 17), -1, dtype=torch.int32, device=step[0].device)) for step in steps]
+        bounds, device = (2, len(steps[0][0]) + 1), steps[0][0].device
+        layouts = [Layout(*torch.full(bounds, -1, dtype=torch.int32, device=device)) for _ in steps]
         for layout, (accept_probs, slots, num_tokens, budget) in zip(layouts, steps, strict=True):
             share_budget(layout, accept_probs, slots, num_tokens, budget, 1, implementation)
-        return [bounds for layout in layouts for bounds in layout]
+        return [part for layout in layouts for part in layout]
 
-    return _Case(operation, tuple(inputs.make_budgets(12, shapes.max_num_draft)))
+    num_slots = shapes.num_slots
+    sizes = (num_rows for num_rows in (min(12, num_slots), 33, 257) if num_rows <= num_slots)  # of each variant
+    steps = (inputs.make_budgets(num_rows, shapes.max_num_draft, num_slots) for num_rows in sizes)
+    return _Case(operation, tuple(chain(*steps)))
 
 
 def _attention(shapes: Shapes, heads: tuple[int, int, int]) -> _Case:

@@ -114,8 +114,9 @@ def _tally_kernel(
     rows,
     wanted_ptr,
     num_draft_ptr,
-    # Staged, or None
+    # Staged without `confirmed`, or None; and that
     staged,
+    confirmed_ptr,
     num_rows,
     K: tl.constexpr,
     LANES: tl.constexpr,
@@ -137,15 +138,16 @@ def _tally_kernel(
     tl.atomic_add(pair_ptr, tl.maximum(verified - 1, 0).to(tl.int64) * once, mask=inside, sem="relaxed")
     tl.atomic_add(pair_ptr + 1, tl.maximum(sampled - 1, 0).to(tl.int64) * once, mask=inside, sem="relaxed")
     if staged is not None:
+        sent_ptr, sent_stage_ptr, sampled_ptr, rejected_ptr, stage_ptr, looked_up_ptr, second_ptr = staged
         cells_ptr += 2 * WIDTH
         places = tl.arange(0, LANES)[None, :]
-        accepted = tl.load(staged.num_sampled + index, mask=inside, other=0) - 1
-        tried = accepted + tl.load(staged.num_rejected + index, mask=inside, other=0)
-        tried = tl.maximum(tl.minimum(tl.load(staged.num_sent + slots, mask=inside, other=0), tried), accepted)
+        accepted = tl.load(sampled_ptr + index, mask=inside, other=0) - 1
+        tried = accepted + tl.load(rejected_ptr + index, mask=inside, other=0)
+        tried = tl.maximum(tl.minimum(tl.load(sent_ptr + slots, mask=inside, other=0), tried), accepted)
         is_tried = (places < tried[:, None]) & inside[:, None]
-        before = tl.load(staged.sent_stage + slots[:, None] * K + places, mask=is_tried, other=0).to(tl.int32)
+        before = tl.load(sent_stage_ptr + slots[:, None] * K + places, mask=is_tried, other=0).to(tl.int32)
         is_draft = (places < num_draft[:, None]) & inside[:, None]
-        stage = tl.load(staged.stage + index[:, None] * K + places, mask=is_draft, other=0).to(tl.int32)
+        stage = tl.load(stage_ptr + index[:, None] * K + places, mask=is_draft, other=0).to(tl.int32)
         one = tl.zeros((ROWS, LANES), tl.int64) + once
         tl.atomic_add(cells_ptr + (_KINDS * before * K + places), one, mask=is_tried, sem="relaxed")
         is_right = is_tried & (places < accepted[:, None])
@@ -153,15 +155,15 @@ def _tally_kernel(
         tl.atomic_add(cells_ptr + ((_KINDS * stage + 2) * K + places), one, mask=is_draft, sem="relaxed")
         cells_ptr += 2 * _KINDS * K
         for number in tl.static_range(2):
-            drafted_ptr = staged.looked_up if number == 0 else staged.num_second
+            drafted_ptr = looked_up_ptr if number == 0 else second_ptr
             tokens = tl.load(drafted_ptr + index, mask=inside, other=-1)
             has_any = tl.max((is_draft & (stage == number)).to(tl.int32), axis=1)
             sums_ptr = cells_ptr + _SUMS * number
             tl.atomic_add(sums_ptr, tl.sum((tokens >= 0).to(tl.int64)) * once, sem="relaxed")
             tl.atomic_add(sums_ptr + 1, tl.sum(tl.maximum(tokens, 0).to(tl.int64)) * once, sem="relaxed")
             tl.atomic_add(sums_ptr + 2, tl.sum(has_any.to(tl.int64)) * once, sem="relaxed")
-        if staged.confirmed is not None:
-            confirmed = tl.sum(tl.load(staged.confirmed + index, mask=inside, other=0).to(tl.int64))
+        if confirmed_ptr is not None:
+            confirmed = tl.sum(tl.load(confirmed_ptr + index, mask=inside, other=0).to(tl.int64))
             tl.atomic_add(cells_ptr + 3, confirmed * once, sem="relaxed")
 
 
@@ -220,8 +222,8 @@ def tally(
 ) -> None:
     num_rows, lanes = len(wanted), triton.next_power_of_2(max_num_draft)
     size = _ROWS if staged is None else max(1, _TOKENS // lanes)
-    if staged is not None:
-        staged = Staged(*(None if part is None else part.contiguous() for part in staged))
+    *of_stages, confirmed = (part if part is None else part.contiguous() for part in staged or (None,))
     _tally_kernel[(triton.cdiv(num_rows, size),)](
-        totals, rows, wanted, num_draft, staged, num_rows, K=max_num_draft, LANES=lanes, ROWS=size, num_warps=4
-    )
+        totals, rows, wanted, num_draft, tuple(of_stages) or None, confirmed, num_rows,
+        K=max_num_draft, LANES=lanes, ROWS=size, num_warps=4,
+    )  # fmt: skip

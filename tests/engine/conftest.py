@@ -77,12 +77,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def v2_on_a_cpu() -> Iterator[None]:
     """What V2 lacks on a CPU; processes of their own get the interpreter from a plugin (triton_cpu). A start measures
     each size of a step once: it would take most of the time, for figures that `drafts_pay` replaces."""
+    from launch_keys import recorded, variant
     from simulated_device.device import interpreted
 
     with interpreted(), pytest.MonkeyPatch.context() as patches:
         patches.setattr("vllm.v1.worker.gpu.spec_decode.adaptive_verification._PROFILE_REPLAYS", 1)
         patches.setattr("vllm_specplugins.engine.adaptive.budget._REPLAYS", 1)
-        yield
+        with recorded("vllm_specplugins.kernels", key_of=variant) as launched:
+            LAUNCHED.append(launched)
+            yield
+
+
+LAUNCHED: list[set[Any]] = []  # the variants of our kernels that the newest engine has launched
+UNCHECKED: list[Any] = []  # engines' configurations, and what their self-checks would not have launched
+
+
+def note_launches(llm: Any) -> None:
+    """Compares an engine's launches with its self-check's; test_compiled.py compiles the latter."""
+    from launch_keys import checked
+
+    from vllm_specplugins.engine.self_check import shapes_of
+
+    for launched in LAUNCHED:
+        if llm.llm_engine.vllm_config.speculative_config is not None and launched:
+            missing = launched - checked(shapes_of(llm.llm_engine.vllm_config))
+            UNCHECKED.extend((llm.llm_engine.vllm_config.speculative_config, own) for own in missing)
+        launched.clear()
+
+
+@pytest.fixture(scope="module", autouse=INTERPRETED)
+def launches_are_checked() -> Iterator[None]:
+    """Fails if an engine launches a variant of a kernel that neither its self-check nor test_compiled.py compiles."""
+    yield
+    unchecked, UNCHECKED[:] = list(UNCHECKED), []
+    assert not unchecked, unchecked
 
 
 @pytest.fixture(scope="session", autouse=RUNNER == "v2")
@@ -222,6 +250,7 @@ def engine() -> Iterator[Callable[..., Any]]:
 
     def stop() -> None:
         if alive:
+            note_launches(alive["llm"])
             last = weakref.ref(alive["llm"])
             shut_down(alive.pop("llm"))
             alive.clear()

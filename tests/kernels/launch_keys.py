@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
+
 Key = tuple[str, str]
 
 
@@ -12,6 +14,42 @@ def launch_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ke
     """The kernel's name, and what it is compiled for: types, alignment, numbers that are 1, constants, options."""
     specialization, options = _binder(kernel)(*args, **kwargs)[1:]
     return kernel.fn.__name__, f"{specialization} {sorted(options.items())}"
+
+
+def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
+    """The kernel's name, and what decides which parts of its code are compiled: arguments that are None, lengths of
+    tuples, and flags. Sizes and types do not count.
+    """
+    return kernel.fn.__name__, f"{_form(args)} {sorted((name, _form(value)) for name, value in kwargs.items())}"
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_form, value))
+    return value if value is None or isinstance(value, bool) else ...
+
+
+def launch_checks(shapes: Any) -> None:
+    """Launches what the self-check of a configuration with these shapes launches."""
+    from vllm_specplugins.kernels.self_check import _checks
+
+    for _, make_case in _checks(shapes):
+        case = make_case()
+        case.operation(*case.arguments, implementation="fused")
+
+
+def checked(shapes: Any) -> set[Key]:
+    """The variants that the self-check launches."""
+    heads = shapes.heads and (2, 1, 16)
+    sizes = {"vocab_size": 300, "max_num_draft": 2, "heads": heads, "num_slots": 16, "dtype": torch.float32}
+    return _checked(shapes._replace(**sizes))
+
+
+@cache
+def _checked(shapes: Any) -> set[Key]:
+    with recorded("vllm_specplugins.kernels", runs=False, key_of=variant) as keys:
+        launch_checks(shapes)
+    return keys
 
 
 @cache
@@ -25,7 +63,7 @@ def _binder(kernel: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def recorded(of: str, runs: bool = True) -> Iterator[set[Key]]:
+def recorded(of: str, runs: bool = True, key_of: Callable[..., Key] = launch_key) -> Iterator[set[Key]]:
     """Keys of the launches of kernels in modules with this prefix. Others run, and these too with `runs`. Nothing runs
     but in the interpreter.
     """
@@ -38,7 +76,7 @@ def recorded(of: str, runs: bool = True) -> Iterator[set[Key]]:
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if self.fn.__module__.startswith(of):
-            keys.add(launch_key(self, args, kwargs))
+            keys.add(key_of(self, args, kwargs))
             if not runs:
                 return None
         return run(self, *args, grid=grid, warmup=warmup, **kwargs) if kind is InterpretedFunction else None

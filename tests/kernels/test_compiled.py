@@ -1,21 +1,31 @@
-"""All kernels, compiled for GPUs that are not here: no spills, 16-byte loads.
+"""All launches of a server, compiled for GPUs that are not here: no spills, 16-byte loads.
 
-The launchers run on small CPU tensors; what they would launch is recorded and compiled. A fresh process, because one
-that has Triton's interpreter cannot compile.
+The launches are those of the self-check (kernels/self_check.py) on small CPU tensors, with the sizes of a server;
+tests/engine/conftest.py holds that engines launch nothing else. They are recorded and compiled in fresh processes,
+because one that has Triton's interpreter cannot compile: with the installed Triton for all targets, and with the oldest
+that users have for one.
+
+    python tests/kernels/test_compiled.py 3.6.0 3.7.1 3.8.0 3.9.0   a table: all lengths of drafts, targets, versions
 """
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-VOCAB_SIZE = 128_256
-MAX_NUM_DRAFT, NUM_SLOTS = 31, 1024  # of a default start
+ROOT = Path(__file__).parents[2]
+OLDEST = "3.6.0"
+VOCAB_SIZE, HEADS = 128_256, (32, 8, 128)
+LENGTHS, NUM_SLOTS = (31, 15, 8, 7, 5, 4), 1024  # of a default start the first
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64, "_limit_kernel": 64, "_tally_kernel": 64}
@@ -46,78 +56,59 @@ TARGETS = {
 }
 
 
-def record_launches() -> list:
-    """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
+def servers(max_num_draft: int) -> Iterator[Any]:
+    """Shapes of servers that launch everything between them."""
     import torch
-    from triton.runtime.jit import JITFunction
-    from vllm_specplugins.kernels import inputs
-    from vllm_specplugins.kernels.acceptance import Other, observe, predict, worth
-    from vllm_specplugins.kernels.acceptance.reference import new_state
-    from vllm_specplugins.kernels.budget import Layout, share_budget
-    from vllm_specplugins.kernels.history_match import history_match
-    from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
-    from vllm_specplugins.kernels.rejection.adjust import adjust
-    from vllm_specplugins.kernels.rejection.drafts import rated_sample
-    from vllm_specplugins.kernels.rejection.inputs import as_step, make_batch, make_edits
-    from vllm_specplugins.kernels.rejection.step import sample_step
-    from vllm_specplugins.kernels.rounds.siblings import try_siblings
-    from vllm_specplugins.kernels.steps import join, limit, newest, tally
-    from vllm_specplugins.kernels.trees import attend, compact, walk
-    from vllm_specplugins.kernels.trees import inputs as tree_inputs
+    from vllm_specplugins.kernels.self_check import Shapes
 
-    launches: list = []
-    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
-    truncated = {
-        "top_k": torch.full((4,), 50, dtype=torch.int32),
-        "top_p": torch.full((4,), 0.9),
-        "min_p": torch.zeros(4),
-    }
-    variants = [(torch.bfloat16, False, {}), (torch.bfloat16, False, truncated), (torch.bfloat16, True, {})]
-    for dtype, dense, parameters in [*variants, (torch.bfloat16, True, truncated), (torch.float32, False, {})]:
-        batch = make_batch([1, 1], VOCAB_SIZE, dense=dense, dtype=dtype, **parameters)
-        if not dense:  # a lookup's default
-            batch = batch._replace(max_num_draft=MAX_NUM_DRAFT)
-        rejection_sample(*batch, implementation="fused")
-        if not dense:
-            sample_step(*as_step(batch), implementation="fused")
-        if not dense and dtype == torch.bfloat16:
-            rated_sample(batch.target_logits, batch.positions, batch.sampling, implementation="fused")
-        if not parameters and not dense:
-            adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
-    history_match(*inputs.make_lookup(MAX_NUM_DRAFT), implementation="fused")
-    share = next(inputs.make_budgets(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
-    share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
-    rows, lengths, limits, max_tokens, num_draft, staged = inputs.make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
-    limit(rows, lengths, limits, max_tokens, num_draft, (), "fused")
-    limit(rows, lengths, limits, max_tokens, num_draft, (31, 5), "fused")
-    newest(num_draft, lengths, lengths.long(), (*torch.zeros(2, NUM_SLOTS), lengths.long()), "fused")
-    for continues in (True, False):
-        join(*inputs.make_chains(NUM_SLOTS // 2, MAX_NUM_DRAFT), continues, "fused")
-    for stages in (None, staged, staged._replace(confirmed=None)):
-        totals = inputs.new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu")
-        tally(totals, rows, num_draft, num_draft, MAX_NUM_DRAFT, stages, "fused")
-    width = MAX_NUM_DRAFT + 1
-    attend(*tree_inputs.make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
-    walk(*tree_inputs.make_walks(4, width), implementation="fused")
-    zeros = torch.zeros(4, dtype=torch.int64)
-    of_rows = (
-        torch.zeros(2, 4, VOCAB_SIZE).unbind(0),
-        zeros[:, None].expand(4, 3),
-        zeros,
-        Sampling(torch.ones(4), zeros),
-    )
-    try_siblings(*of_rows[0], *of_rows[1:], "fused")
-    caches, moves = tree_inputs.make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
-    compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
-    for slots, drafts, sampled, rejected in inputs.make_outcomes(1, 8, 2, MAX_NUM_DRAFT):
-        known = new_state(2, 17, MAX_NUM_DRAFT, "cpu")
-        observe(known, slots, sampled, rejected, "fused")
-        tables = tuple(torch.zeros(2, 17, MAX_NUM_DRAFT))
-        predict(known, slots, drafts, torch.zeros(8, MAX_NUM_DRAFT), "fused", tables=tables)
-        matches, table = drafts._replace(confidence=drafts.confidence.long()), torch.zeros(17, 1)
-        worth(known, slots, matches, Other(1, 31, True, sampled), (table, 5), "fused")
-        worth(known, slots, matches, None, None, "fused")
-    return launches
+    sizes: dict[str, Any] = {"max_num_draft": max_num_draft, "num_slots": NUM_SLOTS, "looks_up": True}
+    drafts = {"samples": True, "trims": True, "heads": HEADS, "runs_target": True, "cascades": True}
+    yield Shapes(VOCAB_SIZE, torch.bfloat16, **sizes, **drafts)
+    yield Shapes(VOCAB_SIZE, torch.bfloat16, **sizes, samples=False)
+    yield Shapes(VOCAB_SIZE, torch.float32, **{**sizes, "looks_up": False}, samples=False)  # of edited rows
+
+
+def launch_edits() -> None:
+    """What Model Runner V1 launches: only the edits that a batch has."""
+    import torch
+    from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
+    from vllm_specplugins.kernels.rejection.inputs import make_batch, make_edits
+
+    batch = make_batch([1, 1], VOCAB_SIZE, dtype=torch.bfloat16)
+    for name, edit in make_edits(batch)._asdict().items():
+        adjust(*batch[:5], Edits(**{name: edit}), 1, "fused")
+
+
+def record_launches(lengths: Sequence[int]) -> list:
+    """(kernel, arguments, keyword arguments) of every launch, once for each specialisation."""
+    from launch_keys import launch_checks
+    from triton.runtime.jit import JITFunction
+
+    launches: dict[str, Any] = {}
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        key = f"{self.fn.__name__} {types_of(args)} {sorted(kwargs.items())}"
+        launches.setdefault(key, (self, args, kwargs))
+
+    JITFunction.run = record
+    for max_num_draft in lengths:
+        for shapes in servers(max_num_draft):
+            launch_checks(shapes)
+    launch_edits()
+    return list(launches.values())
+
+
+def largest(launches: list) -> list:
+    """Of each kernel and type of logits, the launch with the most arguments."""
+    best: dict[Any, Any] = {}
+    for launch in launches:
+        kernel, args, _ = launch
+        types = str(types_of(args))
+        key = kernel.fn.__name__, "torch.float32" in types, "torch.bfloat16" in types
+        size = sum(not part.endswith("NoneType'>") for part in types.split(","))
+        if key not in best or size > best[key][0]:
+            best[key] = size, launch
+    return [launch for _, launch in best.values()]
 
 
 def compile_launch(kernel, args, kwargs, target):
@@ -162,49 +153,149 @@ def amd_resources(compiled) -> dict:
     }
 
 
-def report() -> None:
-    """Compiles everything and prints a line of JSON for each kernel, specialisation and target."""
+def report(lengths: Sequence[int], whole: Sequence[str], others: Sequence[str]) -> None:
+    """Compiles everything for some targets and the largest launches for others, and prints a line of JSON for each."""
     from triton.backends.compiler import GPUTarget
 
-    seen = set()
-    for kernel, args, kwargs in record_launches():
-        key = (kernel.fn.__name__, str([types_of(arg) for arg in args]))
-        if key in seen:
-            continue
-        seen.add(key)
-        for target, description in TARGETS.items():
-            compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
-            resources = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
+    launches = record_launches(lengths)
+    for target in (*whole, *others):
+        description = TARGETS[target]
+        for kernel, args, kwargs in launches if target in whole else largest(launches):
+            line, began = {"kernel": kernel.fn.__name__, "target": target}, time.perf_counter()
+            try:
+                compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
+            except Exception as error:
+                print(json.dumps({**line, "error": f"{type(error).__name__}: {error}"[-500:]}), flush=True)
+                continue
+            line |= {"seconds": round(time.perf_counter() - began, 2)}
+            line |= (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
             logits = [arg.logits for arg in args if hasattr(arg, "logits")]
             logits += [arg.token_ids for arg in args if hasattr(arg, "distances")]
             # A scan reads one of the two, there by the same instructions.
             is_shared = kernel.fn.__name__ == "_scan_kernel" and target == "gfx942"
-            itemsize = logits[0].itemsize if is_shared else sum(tensor.itemsize for tensor in logits)
-            threads = kwargs["num_warps"] * description[2]
-            line = {"kernel": kernel.fn.__name__, "target": target}
-            line["bytes_wide"] = 16 * threads * resources["wide_loads"]
-            print(json.dumps({**line, **resources, "itemsize": itemsize}), flush=True)
+            line["itemsize"] = logits[0].itemsize if is_shared else sum(tensor.itemsize for tensor in logits)
+            line["bytes_wide"] = 16 * kwargs["num_warps"] * description[2] * line["wide_loads"]
+            print(json.dumps(line), flush=True)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> list[dict]:
+def folder_of(version: str) -> Path | None:
+    """Where this Triton is, alone; None if it cannot be downloaded. The installed one is in no folder of its own."""
+    folder = ROOT / ".cache" / f"triton-{version}"
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:", f"triton=={version}"]
+        if subprocess.run([*pip, "--target", part := folder.with_suffix(".part")], capture_output=True).returncode:
+            return None
+        part.rename(folder)
+    return folder
+
+
+def reported(
+    whole: str, others: str = "", lengths: Sequence[int] = LENGTHS[:1], version: str | None = None
+) -> list[dict[str, Any]]:
+    """What a fresh process reports for these targets, with the installed Triton or one of this version."""
+    arguments = f"--whole={whole}", f"--others={others}", f"--lengths={','.join(map(str, lengths))}"
+    return [json.loads(line) for line in in_process(__file__, *arguments, version=version)]
+
+
+def in_process(*arguments: Any, version: str | None = None) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    if version is not None:
+        if (folder := folder_of(version)) is None:
+            sentence = f"Triton {version} cannot be downloaded here."
+            pytest.fail(sentence) if os.environ.get("CI") else pytest.skip(sentence)
+        environment["PYTHONPATH"] += f"{os.pathsep}{folder}"
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_resources(target: str, compiled: list[dict]) -> None:
-    """Kills: a tile that does not fit in the registers; a mask or a stride that makes loads narrow."""
-    kernels = [line for line in compiled if line["target"] == target]
-    assert {line["kernel"] for line in kernels} == MAX_REGISTERS.keys()
-    for line in kernels:
+def check(lines: list[dict[str, Any]], target: str) -> None:
+    lines = [line for line in lines if line["target"] == target]
+    assert {line["kernel"] for line in lines} == MAX_REGISTERS.keys()
+    for line in lines:
+        assert "error" not in line, line
         assert line["spilled"] == 0, line
         assert line["registers"] <= LIMITS[target][line["kernel"]], line
         # All of the tiles' logits are loaded in 16 bytes at a time.
         assert line["bytes_wide"] >= TILE_SIZES.get(line["kernel"], 0) * line["itemsize"], line
 
 
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    return reported("sm_90", "sm_80,sm_100,gfx942")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_resources(target: str, compiled: list[dict]) -> None:
+    """Kills: a tile that does not fit in the registers; a mask or a stride that makes loads narrow."""
+    check(compiled, target)
+
+
+def test_oldest() -> None:
+    """Kills: what newer front ends of Triton take alone, in any launch."""
+    check(reported("sm_90", version=OLDEST), "sm_90")
+
+
+PLANTED = """
+import torch, triton, triton.language as tl
+from test_compiled import TARGETS, compile_launch
+from triton.backends.compiler import GPUTarget
+
+@triton.jit
+def sound(out_ptr, pairs):
+    tl.store(out_ptr, tl.load(pairs[0][0]))
+
+@triton.jit
+def nested_target(out_ptr, pairs):
+    (a_ptr, b_ptr), c_ptr = pairs
+    tl.store(out_ptr, tl.load(a_ptr))
+
+@triton.jit
+def none_in_a_tuple(out_ptr, pairs):
+    if pairs is not None:
+        tl.store(out_ptr, tl.load(pairs[0][0]))
+
+@triton.jit
+def newer_function(out_ptr, pairs):
+    tl.atomic_store(out_ptr, tl.load(pairs[0][0]))
+
+x = torch.zeros(4)
+for kernel, last in (sound, x), (nested_target, x), (none_in_a_tuple, None), (newer_function, x):
+    try:
+        compile_launch(kernel, (x, ((x, x), last)), {"num_warps": 1}, GPUTarget(*TARGETS["sm_90"]))
+        print(kernel.__name__, "compiles")
+    except Exception:
+        print(kernel.__name__, "fails")
+"""
+
+
+def test_planted(tmp_path: Path) -> None:
+    """Kills: a process that compiles with another Triton than it says, or that does not read kernels as users' do."""
+    (file := tmp_path / "planted.py").write_text(PLANTED)
+    found = dict(line.split() for line in in_process(file, version=OLDEST))
+    assert found == {name: "fails" for name in found} | {"sound": "compiles"} and len(found) == 4
+
+
+def test_every_configuration() -> None:
+    """Kills: a check of some configuration that is no server's, so that nothing compiles it."""
+    import torch
+    from launch_keys import checked
+    from vllm_specplugins.kernels.self_check import Shapes
+
+    compiled = set[Any]().union(*map(checked, servers(2)))
+    asked = {"looks_up": True, "trims": True, "heads": HEADS, "runs_target": True, "cascades": True}
+    for samples, without in itertools.product((True, False), (*asked, None)):
+        options = {name: value for name, value in asked.items() if name != without}
+        shapes = Shapes(300, torch.float32, 2, samples, **options)
+        assert checked(shapes) <= compiled, shapes
+
+
 if __name__ == "__main__":
-    report()
+    if sys.argv[1].startswith("--"):
+        whole, others, lengths = (part.split("=")[1].split(",") for part in sys.argv[1:])
+        report([int(length) for length in lengths], whole, [name for name in others if name])
+    for version in sys.argv[1:]:
+        if not version.startswith("--"):
+            for line in reported(",".join(TARGETS), lengths=LENGTHS, version=version):
+                print(version, line, flush=True)

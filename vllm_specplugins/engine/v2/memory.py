@@ -33,7 +33,7 @@ class FewGraphs(dict[int, Any]):
     def missing_bytes(self) -> int:
         """The memory of the graphs that were not recorded; vLLM has measured the others."""
         return sum(
-            (sum(map(len, graphs._capture_descs.values())) - len(samples)) * max(_LEAST_BYTES, *samples[1:])
+            (sum(map(len, graphs._capture_descs.values())) - len(samples)) * max([_LEAST_BYTES, *samples[1:]])
             for graphs in self.values()
             if (samples := graphs._capture_mem_samples)
         )
