@@ -17,9 +17,9 @@ check() {
 }
 
 lint() { check ruff check && check ruff format --check && check mypy; }
-quick() { check pytest -q tests --ignore tests/engine -m "not gpu"; }
-v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"; }
-v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"; }
+quick() { check pytest -q --durations=25 tests --ignore tests/engine -m "not gpu"; }
+v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q --durations=25 tests/engine -m "not gpu"; }
+v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q --durations=25 tests/engine -m "not gpu"; }
 # The arms of the methods that most users have; the others are measured by hand.
 host() {
     check python benchmarks/bench_host_step.py --check --arms none ngram_gpu prompt_lookup "prompt_lookup, K = 0" \
