@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "draft": {"target"},
     "counters": {"draft"},
     "structures": {"draft", "kernels"},
-    "isolation": {"counters", "draft", "request_options", "structures"},
+    "isolation": {"config", "counters", "draft", "request_options", "structures"},
     "proposers": {"config", "draft", "kernels", "structures", "target"},
     "gate": {"counters", "draft", "kernels", "structures"},
     "cascade": {

@@ -34,7 +34,7 @@ class Method:
         runs_target: the proposer gets `DraftBatch.target`, and K slots of the KV cache past the last token. Others get
             `DraftBatch.token_ids`.
         is_lookup: it copies from texts, such as the option `reference`, and can extend drafts.
-        has_tenants: it drafts from earlier requests of the same tenant.
+        has_tenants: it drafts from earlier requests of the same tenant, or asks a server whose cache has tenants.
         is_offered: vLLM's runner makes its drafts, which come with the batch (`DraftBatch.offer`).
         forces_tokens: our scheduler adds tokens after the drafts of all others.
         is_late: on Model Runner V2 it drafts on the host from tokens that are one or two steps old, so no step waits
@@ -101,7 +101,9 @@ METHODS: Mapping[str, Method] = {
     ),
     "lookahead": Method(LookaheadConfig, "proposers.lookahead:Lookahead", reads_tokens_alone=False, rates_drafts=False),
     "grammar": Method(GrammarConfig, "proposers.grammar:Grammar", forces_tokens=True, reads_tokens_alone=False),
-    "remote": Method(RemoteConfig, "proposers.remote.proposer:Remote", reads_tokens_alone=False, is_late=True),
+    "remote": Method(
+        RemoteConfig, "proposers.remote.proposer:Remote", has_tenants=True, reads_tokens_alone=False, is_late=True
+    ),
     "cascade": Method(CascadeConfig, "cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }

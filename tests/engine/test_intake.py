@@ -336,6 +336,14 @@ def test_prediction(intake: OptionsResolver, tokenizer: Any) -> None:
         assert request_options(other.resolved(params(Predicted(prediction, {"max_draft": 1})))) == {"max_draft": 1}
 
 
+@pytest.mark.parametrize("raw", [0, 0.0, "", 1, True, []])
+def test_no_dictionary(intake: OptionsResolver, raw: Any) -> None:
+    """Kills: options that equal False or are empty, and pass; also beside a prediction."""
+    for given in (raw, Predicted({"type": "content", "content": TEXT}, raw)):
+        with pytest.raises(VLLMValidationError, match="specplugins must be a dictionary or its JSON text, not "):
+            intake.resolved(params(given))
+
+
 def test_texts_without_a_tokenizer() -> None:
     intake = OptionsResolver(Configured(method="prompt_lookup"), Sizes(), None)
     assert len(request_options(intake.resolved(params({"reference": [1, 2]})))["reference"]) == 2

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.codec import TextCodec
+from vllm_specplugins.methods import has_tenants
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.remote import server
 from vllm_specplugins.proposers.remote.proposer import MAX_ASKED, Remote
@@ -267,6 +268,7 @@ def endless() -> Iterator[bytes]:
         (200, {}, [event(token_ids=[])] * 2000),
         (200, {}, endless()),
         (307, {"Location": "/elsewhere"}, []),
+        *((status, {}, []) for status in (408, 409, 425)),
     ],
     ids=lambda answer: f"{answer[0]}",
 )
@@ -371,6 +373,58 @@ def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) ->
     for most in (MAX_ASKED, 2 * MAX_ASKED, len(texts)):
         step(own, texts)
         assert own.counts["asked"] == most
+
+
+def test_each_request_has_its_turn(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """With a drafter that answers between two steps every request asks once before one asks twice. Kills: the first
+    rows of the batch that take all questions of each step."""
+    own, prompts = make(), {str(number): TEXT[: 20 + number] for number in range(3 * MAX_ASKED)}
+    drafter.answer = lambda question: (200, {}, [event(token_ids=[])])
+    for round in range(3):
+        step(own, {name: np.append(text, TEXT[:round]) for name, text in prompts.items()})
+        wait_for(lambda: len(drafter.questions) == (round + 1) * MAX_ASKED)  # noqa: B023
+        time.sleep(0.1)
+    assert len({len(question["prompt"]) for question in drafter.questions}) > 2.9 * MAX_ASKED
+
+
+def test_much_text(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """Kills: lines of 120 kB that are counted as lines alone, up to 476 MiB."""
+    own, num_sent = make(), [0]
+
+    def lines() -> Iterator[bytes]:
+        for _ in range(1000):
+            num_sent[0] += 120_000
+            yield b"x" * 120_000 + b"\n"
+
+    drafter.answer = lambda question: (200, {}, lines())
+    drafted(own, TEXT[:20])
+    wait_for(lambda: drafted(own, TEXT[:21]) == [] and own.counts["failed"] == 1)
+    assert num_sent[0] < 20 << 20, "the rest fills the buffers of the connection"
+
+
+def test_tenants(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """Tenants do not share the drafter's prefix cache, and no question has a client's salt. Kills: questions without
+    the tenant."""
+    own = make()
+    assert has_tenants(parse_config({"method": "remote", "url": drafter.url, "model": "m"}))
+    for tenant in (b"", b"\x01" * 16, b"\x02" * 16):
+        step(own, {tenant.hex(): TEXT[:20]}, {"tenant": tenant} if tenant else {})
+    wait_for(lambda: len(drafter.questions) == 3)
+    salts = {question.get("cache_salt") for question in drafter.questions}
+    assert salts == {None, "01" * 16, "02" * 16}
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_nothing_to_compare_with(drafter: Drafter, make: Callable[..., Remote], status: int) -> None:
+    """Kills: a text that grows with each step while its request is refused, or the server is away, and nobody reads
+    it."""
+    own = make()
+    drafter.answer = lambda question: (status, {}, [])
+    drafted(own, TEXT[:20])
+    wait_for(lambda: drafted(own, TEXT[:21]) == [] and own.counts["failed"] == 1)
+    for length in range(22, 300):
+        drafted(own, TEXT[:length])
+    assert len(own._requests["a"].behind) < 10
 
 
 def test_open_connections(drafter: Drafter, make: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch) -> None:

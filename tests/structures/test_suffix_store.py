@@ -14,7 +14,7 @@ from vllm_specplugins.structures.suffix import drafts as suffix_drafts
 from vllm_specplugins.structures.suffix import ring
 from vllm_specplugins.structures.suffix.drafts import LONGEST_MATCH, MAX_PLACES, draft_step
 from vllm_specplugins.structures.suffix.ring import HEAD, LEVELS, MULTIPLIER, Ring
-from vllm_specplugins.structures.suffix.store import MAX_STAYING, MIN_PLACES, SuffixStore
+from vllm_specplugins.structures.suffix.store import MAX_NUMBERS, MAX_STAYING, MIN_PLACES, SuffixStore
 
 NUM_OPERATIONS = 100_000 if os.environ.get("SPECPLUGINS_FUZZ") else 6_000
 K = 6
@@ -251,6 +251,17 @@ def test_tenants_never_meet():
         for rest, name in enumerate((b"even", b"odd")):
             drafted = [token for token in ask(store, name, text[:1])[0] if token >= 100]
             assert {token % 2 for token in drafted} <= {rest}
+
+
+def test_numbers_of_tenants():
+    """After 2^31 tenants each still has a number of its own. Kills: a number that two tenants have, of which one then
+    drafts from the other's texts."""
+    store, text = SuffixStore(1 << 20), np.arange(10, 40, dtype=np.int32)
+    entered(store, b"first", text)
+    store._last_number = MAX_NUMBERS - 1
+    for name in (b"second", b"third"):
+        entered(store, name, text)
+    assert [store.number(name) for name in (b"first", b"second", b"third")] == [1, MAX_NUMBERS, 2]
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1 << 16])

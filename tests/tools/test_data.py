@@ -55,6 +55,13 @@ def test_every_command_reads_every_form(form: str, tmp_path: Path, tokenizer: An
     assert out.stat().st_size > 100
 
 
+@pytest.mark.parametrize("digits", ["9" * 5000, "٣" * 5000, "1"])
+def test_long_numbers(digits: str, tmp_path: Path, tokenizer: Any) -> None:
+    """Kills: an id with more digits than Python reads as an integer, which ends `replay` with a traceback."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": digits, "prompt": "Write code.", "output": CODE}))
+    assert len(read_traffic([tmp_path / "a.jsonl"], lambda: tokenizer, Chosen(9, ids="odd")).histories) == 1
+
+
 def commands(file: str, tmp_path: Path) -> list[list[str]]:
     model = str(DEMO_MODEL)
     return [

@@ -10,6 +10,7 @@ from vllm_specplugins.config.fields import (
     error_text,
     integer,
     is_integer,
+    one_line,
 )
 from vllm_specplugins.config.lookahead import LookaheadConfig
 from vllm_specplugins.config.proposers import (

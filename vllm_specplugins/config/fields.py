@@ -119,7 +119,7 @@ class _Brief(reprlib.Repr):
 
 def brief(value: object) -> str:
     """Quotes `value` for an error message: at most 60 characters of its repr."""
-    return _cut(_Brief().repr(value), 60)
+    return one_line(_Brief().repr(value), 60)
 
 
 def error_text(error: BaseException) -> str:
@@ -128,11 +128,17 @@ def error_text(error: BaseException) -> str:
         words = str(error) or type(error).__name__
     except BaseException:  # a class of the user
         words = "an error that cannot be shown"
-    return _cut(words.strip().rstrip(".").encode(errors="backslashreplace").decode(), 120)
+    return one_line(words.strip().rstrip("."), 120)
 
 
-def _cut(words: str, length: int) -> str:
-    words = " ".join(words.split())
+def one_line(words: str, length: int) -> str:
+    r"""Others' words as a message or the log quotes them: no terminal and no reader of lines takes them for its own.
+
+    >>> one_line("red \x1b[31m, a line\x85 and \ud800", 60)
+    'red \\x1b[31m, a line and \\ud800'
+    """
+    words = " ".join(words.split())[: length + 1]
+    words = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
     return words if len(words) <= length else words[: length - 3] + "..."
 
 

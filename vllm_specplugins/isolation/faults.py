@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_specplugins.config import one_line
 from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.draft import RequestFault
 from vllm_specplugins.isolation.exchange import Nonsense, NotFinite
@@ -122,6 +123,6 @@ def cause_text(error: BaseException) -> str:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(TRACEBACK, "".join(traceback.format_exception(error)))
         first_line = f"{error}".strip().partition("\n")[0]
-        return f"{type(error).__name__}: {first_line}"[:LONGEST_CAUSE]
+        return one_line(f"{type(error).__name__}: {first_line}", LONGEST_CAUSE)
     except BaseException:
         return "an exception that cannot be shown"

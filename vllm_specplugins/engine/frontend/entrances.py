@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.core import EngineCore
 
-from vllm_specplugins.engine.frontend.options import OptionsResolver, Resolved
+from vllm_specplugins.engine.frontend.options import OptionsResolver, Resolved, is_none
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.export import port_of
 from vllm_specplugins.isolation.faults import cause_text
@@ -46,7 +46,7 @@ class EngineOptions(OptionsResolver):
         return {}
 
     def _read(self, raw: Any, flat: Options) -> Options:
-        options = {**(read_options(raw, self._limits.max_model_len) if raw else {}), **flat}
+        options = {**({} if is_none(raw) else read_options(raw, self._limits.max_model_len)), **flat}
         if isinstance(options.get(REFERENCE), str):
             del options[REFERENCE]
             self._log_once(

@@ -113,8 +113,8 @@ class OptionsResolver:
         predicted: Options = {}
         if isinstance(raw, Predicted):
             predicted = {REFERENCE: text_of(raw.prediction, self._limits)} if self._wants_reference else {}
-            raw = raw.options or {}
-        given = {} if raw in (None, False) else read_options(raw, self._limits.max_model_len)
+            raw = raw.options
+        given = {} if is_none(raw) else read_options(raw, self._limits.max_model_len)
         options = understood({**predicted, **given, **flat}, self._limits)
         if not self._wants_reference:
             options.pop(REFERENCE, None)
@@ -140,7 +140,11 @@ def _is_raw(params: Any) -> bool:
     extra_args = isinstance(params, SamplingParams) and params.extra_args
     if not extra_args or isinstance(options := extra_args.get("specplugins"), Resolved):
         return False
-    return options not in (None, False) or bool(flat_options(extra_args))
+    return not is_none(options) or bool(flat_options(extra_args))
+
+
+def is_none(options: Any) -> bool:
+    return options is None or options is False  # 0 equals False
 
 
 def check_requests() -> None:

@@ -3,9 +3,10 @@ question under way, which continues the history and the guess of earlier answers
 tokens emitted since, and the rest becomes the draft."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -50,15 +51,22 @@ class Remote(Proposer):
         self._form = _form(config, context)
         self._server = Server(config, self._form)
         self._room = 0  # for questions, in this step
+        self._first = 0  # the row that may ask first
         self.counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
 
     def propose(self, batch: DraftBatch) -> Draft:
         self._room = MAX_ASKED
-        drafts = [self._draft(*each) for each in zip(batch.request_ids, batch.token_ids, batch.max_num_draft)]  # noqa: B905
+        num_reqs = len(batch.request_ids)
+        drafts: list[list[int]] = [[]] * num_reqs
+        for row in np.roll(np.arange(num_reqs), -self._first).tolist():
+            if self._room:
+                self._first = row + 1
+            given = batch.request_ids[row], batch.token_ids[row], batch.max_num_draft[row], batch.options[row]
+            drafts[row] = self._draft(*given)
         num_draft = np.array([len(draft) for draft in drafts], np.int32)
-        token_ids = np.zeros((len(drafts), max(num_draft, default=0)), np.int32)
-        for row, draft in zip(token_ids, drafts, strict=True):
-            row[: len(draft)] = draft
+        token_ids = np.zeros((num_reqs, max(num_draft, default=0)), np.int32)
+        for new, draft in zip(token_ids, drafts, strict=True):
+            new[: len(draft)] = draft
         return Draft(token_ids, num_draft)
 
     def forget(self, request_ids: Sequence[str]) -> None:
@@ -74,7 +82,7 @@ class Remote(Proposer):
     def close(self) -> None:
         self._server.close()
 
-    def _draft(self, request_id: str, text: Int32Array, limit: int) -> list[int]:
+    def _draft(self, request_id: str, text: Int32Array, limit: int, options: Mapping[str, Any]) -> list[int]:
         request = self._requests.get(request_id)
         if request is None or not self._update(request, text):
             if request is not None:
@@ -83,7 +91,7 @@ class Remote(Proposer):
             request = _Request(len(text), self._form.none, self._form.none, is_refused=is_refused)
             self._requests[request_id] = request
         if request.answer is None and not request.is_refused:
-            self._ask(request, text)
+            self._ask(request, text, options.get("tenant"))
         return [] if request.behind or not limit else self._form.draft(request.ahead, limit)
 
     def _update(self, request: _Request, text: Int32Array) -> bool:
@@ -91,7 +99,8 @@ class Remote(Proposer):
         if len(text) < request.length:
             return False
         is_done = request.answer is not None and request.answer.done()
-        request.behind = request.behind + self._form.guess_of(text[request.length :])
+        if request.ahead or request.answer is not None:  # else there is nothing to compare with
+            request.behind = request.behind + self._form.guess_of(text[request.length :])
         request.length = len(text)
         while request.pieces:
             request.ahead = request.ahead + request.pieces.popleft()
@@ -108,7 +117,7 @@ class Remote(Proposer):
             wanted = max(self._least_ahead, DECAY * self._num_ahead, 2 * num_meanwhile + self._least_ahead)
             self._num_ahead = min(wanted, MAX_AHEAD)
 
-    def _ask(self, request: _Request, text: Int32Array) -> None:
+    def _ask(self, request: _Request, text: Int32Array, tenant: object) -> None:
         """Asks for tokens after the guess, unless it or the context is long enough, or the history has not grown."""
         num_known = self._form.num_tokens(request.ahead)
         num_tokens = min(int(self._num_ahead), self._max_model_len - len(text) - num_known)
@@ -119,7 +128,8 @@ class Remote(Proposer):
         request.behind = self._form.none if request.ahead else self._form.unfinished(text)
         request.pieces = deque()
         prompt = newest(text, self._max_prompt_tokens).copy()
-        request.answer = self._server.ask(prompt, request.ahead, num_tokens, request.pieces)
+        salt = {"cache_salt": tenant.hex()} if isinstance(tenant, bytes) and tenant else {}
+        request.answer = self._server.ask(prompt, request.ahead, num_tokens, request.pieces, salt)
         self.counts["asked"] += request.answer is not None
 
     def _drop(self, request: _Request) -> None:

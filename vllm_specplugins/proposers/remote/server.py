@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -24,8 +24,9 @@ TIMEOUT_S = 10.0  # for an answer
 MAX_CONNECTIONS = 256  # other questions wait, since the engine needs open files, too
 MAX_MODEL_LEN = 1 << 20  # of a drafter that names none
 TOKEN_LINES, MORE_LINES, LIST_LINES = 16, 64, 10_000  # bounds of a stream, and of the list of models
+MAX_BYTES = 1 << 20  # of each
 LONGEST_PAUSE_S = 60.0  # after failed questions
-FOR_ALL = (401, 403, 404, 429)  # statuses 4xx that every question would get
+FOR_ALL = (401, 403, 404, 408, 409, 425, 429)  # statuses 4xx that any question may get
 
 
 class Server:
@@ -44,12 +45,15 @@ class Server:
         self._thread.start()
         self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
 
-    def ask(self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess]) -> "Future[None] | None":
-        """Asks for the likeliest tokens after these, at most num_tokens; their pieces arrive in `pieces`. Returns None
-        during a pause. The future raises Refused if the server refuses this question."""
+    def ask(
+        self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess], fields: Mapping[str, Any]
+    ) -> "Future[None] | None":
+        """Asks for the likeliest tokens after these, at most num_tokens; their pieces arrive in `pieces`. `fields` are
+        further ones of the question. Returns None during a pause. The future raises Refused if the server refuses this
+        question."""
         if time.monotonic() < self._not_before:
             return None
-        return asyncio.run_coroutine_threadsafe(self._answer(text, guess, num_tokens, pieces), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._answer(text, guess, num_tokens, pieces, fields), self._loop)
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
@@ -67,14 +71,16 @@ class Server:
         await self._session.close()
         self._loop.stop()
 
-    async def _answer(self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess]) -> None:
+    async def _answer(
+        self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess], fields: Mapping[str, Any]
+    ) -> None:
         try:
             async with self._asks_length, asyncio.timeout(TIMEOUT_S):
                 self._max_model_len = self._max_model_len or await self._ask_max_model_len()
             num_tokens = max(1, min(num_tokens, self._max_model_len // 2))
             room = self._max_model_len - num_tokens - 1  # a tokenizer may add a token at the beginning
             prompt = self._form.prompt(self._form.guess_of(text) + guess, room)
-            question = {"model": self._model, "prompt": prompt, "max_tokens": num_tokens}
+            question = {"model": self._model, "prompt": prompt, "max_tokens": num_tokens, **fields}
             await self._read({**question, "temperature": 0, "stream": True, **self._form.fields}, num_tokens, pieces)
         except Refused as error:
             if not self._has_refused:
@@ -133,7 +139,9 @@ def _is_refused(status: int) -> bool:
 
 async def _lines(response: aiohttp.ClientResponse, max_lines: int) -> AsyncIterator[bytes]:
     """The lines of an answer. Raises ValueError if they are too many. aiohttp raises it for a line above 128 KiB."""
+    num_bytes = 0
     async for line in response.content:
-        if (max_lines := max_lines - 1) < 0:
-            raise ValueError("more lines than asked for")
+        num_bytes += len(line)
+        if (max_lines := max_lines - 1) < 0 or num_bytes > MAX_BYTES:
+            raise ValueError("more text than asked for")
         yield line

@@ -62,7 +62,8 @@ class SuffixStore:
         self._tenants: dict[bytes, _Tenant] = {}
         self._waiting: deque[StoredText] = deque()
         self._linking: tuple[Int32Array, int] | None = None  # the newest text, and how many of its tokens are linked
-        self._num_tenants_ever = self._num_back = self._places_of_strangers = self._may_stay = 0
+        self._numbers, self._last_number = set[int](), 0  # of tenants, in the ring
+        self._num_back = self._places_of_strangers = self._may_stay = 0
         self._waiting_bytes = self.num_tokens = self.num_removed = self.num_refused = 0
 
     @property
@@ -177,14 +178,18 @@ class SuffixStore:
         """Adds a text to the counts (sign 1), or takes it out (-1)."""
         entry = self._tenants.get(text.tenant)
         if entry is None:
-            self._num_tenants_ever += 1
-            entry = self._tenants[text.tenant] = _Tenant(1 + self._num_tenants_ever % MAX_NUMBERS)
+            self._last_number = self._last_number % MAX_NUMBERS + 1
+            while self._last_number in self._numbers:
+                self._last_number = self._last_number % MAX_NUMBERS + 1
+            self._numbers.add(self._last_number)
+            entry = self._tenants[text.tenant] = _Tenant(self._last_number)
         entry.num_places += sign * text.num_places
         self.num_tokens += sign * text.num_tokens
         if not entry.is_back:
             self._places_of_strangers += sign * text.num_places
         if entry.num_places == 0:
             self._num_back -= entry.is_back
+            self._numbers.discard(entry.number)
             del self._tenants[text.tenant]
 
     def _places(self, text: _Text) -> Int32Array:
