@@ -25,6 +25,8 @@ from vllm_specplugins.engine.frontend.entrances import check_arrivals
 from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
 from vllm_specplugins.engine.frontend.options import check_requests
 from vllm_specplugins.engine.frontend.scheduling import name_in_vllm
+from vllm_specplugins.engine.frontend.streams import split_streams
+from vllm_specplugins.engine.masks import fill_short_masks
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.target.admission import check_kind, check_states, check_target, has_state
 from vllm_specplugins.methods import reads_history, runs_target
@@ -39,6 +41,8 @@ CAN_TRIM = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 check_requests()
 check_arrivals()
 export_metrics()
+fill_short_masks()
+split_streams()
 look_into_plain_modules_alone()
 
 # vLLM's workers that ours extend; see engine/worker.py.

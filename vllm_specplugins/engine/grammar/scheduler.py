@@ -11,6 +11,7 @@ from vllm_specplugins.config import methods_of, stage_names
 from vllm_specplugins.engine.emitted import NEVER, CountsEmitted, attach_forced
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
+from vllm_specplugins.engine.masks import LimitsMasks
 from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
@@ -19,7 +20,7 @@ logger = logging.getLogger("vllm.specplugins")
 _MAX_BESIDE_OTHERS = 8
 
 
-class GrammarScheduler(CountsEmitted, Scheduler):
+class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
     """vLLM's synchronous scheduler, and the stage `grammar`."""
 
     def __init__(self, *args: Any, **kwargs: Any):

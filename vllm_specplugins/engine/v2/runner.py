@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.emitted import VERIFIED, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.masks import apply_short_masks
 from vllm_specplugins.engine.target.layers import map_all_logits
 from vllm_specplugins.engine.v2 import learning, memory
 from vllm_specplugins.engine.v2.feedback.report import REPORT, SampledTokens
@@ -31,6 +32,7 @@ from vllm_specplugins.methods import forces_tokens
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Makes vLLM build a runner with our speculator, since V2 has a fixed list of speculators."""
+    apply_short_masks()
     original = model_runner.init_speculator
     kind: Any = import_object(vllm_config.speculative_config.plan.speculator)
 

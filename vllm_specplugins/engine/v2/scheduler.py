@@ -14,11 +14,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.emitted import VERIFIED, VERIFIES, CountsEmitted
 from vllm_specplugins.engine.frontend.options import RequestLimits
+from vllm_specplugins.engine.masks import LimitsMasks
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.common_length import CommonLength
 from vllm_specplugins.request_options import draft_limit
 
-_UNPROVEN = 5  # tokens that are planned for a request with structured output until more of its draft are accepted
 _FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
 
 
@@ -39,7 +39,7 @@ class StepLengths(CommonLength):
         self.add(num_reqs, *lengths, step_ms, list(map(len, emitted)), share)
 
 
-class _Choosing(CountsEmitted):
+class _Choosing(LimitsMasks, CountsEmitted):
     dynamic_sd_lookup: Any
     requests: dict[str, Any]
     num_spec_tokens: int
@@ -79,7 +79,6 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
-        self._num_tokens: dict[str, int] = {}  # of requests with structured output, a step ago
         config = self.vllm_config.speculative_config.plugin_config
         # Drafts that branch are verified whole: nothing trims them later.
         self._plans_whole, self._num_branches = config.longest_chain > 0, config.num_branches
@@ -122,19 +121,6 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
             len(request.spec_token_ids) == max_num_draft == self._limit(request) and not request.use_structured_output
             for request in requests
         )
-
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Shortens the plan of requests with structured output, since vLLM fills a row of its mask for each planned
-        token."""
-        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
-        before, self._num_tokens = self._num_tokens, {}
-        for request_id in draft_token_ids.req_ids:
-            request = self.requests.get(request_id)
-            if request is None or not request.use_structured_output:
-                continue
-            self._num_tokens[request_id] = num_tokens = request.num_tokens
-            if num_tokens - before.get(request_id, num_tokens) <= _UNPROVEN:
-                request.spec_token_ids = request.spec_token_ids[:_UNPROVEN]
 
     def _allowed(self, request: Any) -> int:
         limit, planned = self._limit(request), self._planned.get(request.request_id)

@@ -1,0 +1,91 @@
+"""Limits what masks of structured output cost: a step fills a row of the vocabulary's size for each position that it
+may verify. A request gets few draft tokens until more were accepted, and all have as many rows as the step's longest
+draft needs."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_specplugins.engine.hooks import replaced, wrap
+
+UNPROVEN = 5  # draft tokens of a request with structured output until more of its draft are accepted
+
+
+class LimitsMasks:
+    """A mixin for vLLM's schedulers, synchronous ones (which get drafts) and asynchronous ones (which plan them)."""
+
+    requests: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._num_tokens: dict[str, int] = {}  # of requests with structured output, a step ago
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        if unproven := self._unproven(draft_token_ids.req_ids):
+            pairs = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+            drafts = [draft[:UNPROVEN] if request_id in unproven else draft for request_id, draft in pairs]
+            draft_token_ids = replace(draft_token_ids, draft_token_ids=drafts)
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)  # type: ignore[misc]
+        for request_id in self._unproven(draft_token_ids.req_ids):
+            request = self.requests[request_id]
+            request.spec_token_ids = request.spec_token_ids[:UNPROVEN]
+
+    def _unproven(self, request_ids: list[str]) -> set[str]:
+        """Those of the requests with structured output that emitted few tokens in the last step."""
+        requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        num_tokens = {request.request_id: request.num_tokens for request in requests if request.use_structured_output}
+        before, self._num_tokens = self._num_tokens, num_tokens
+        return {request_id for request_id, num in num_tokens.items() if num - before.get(request_id, num) <= UNPROVEN}
+
+
+class _WithLength:
+    """A VllmConfig with another number of draft tokens."""
+
+    def __init__(self, config: Any, num_speculative_tokens: int):
+        self._config, self.num_speculative_tokens = config, num_speculative_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def fill_short_masks() -> None:
+    """Makes vLLM fill, and vLLM 0.33 send, no rows behind the step's longest draft; once per process."""
+    wrap(StructuredOutputManager, "grammar_bitmask", _fill)
+
+
+def _fill(original: Any, self: Any, requests: Any, structured_output_request_ids: Any, drafts: Any) -> Any:
+    config, num_tokens = self.vllm_config, self.vllm_config.num_speculative_tokens
+    if config.speculative_config is None or config.model_config.is_diffusion:
+        return original(self, requests, structured_output_request_ids, drafts)
+    longest = max((len(drafts.get(request_id, ())) for request_id in structured_output_request_ids), default=0)
+    num_rows = min(1 << longest.bit_length(), 1 + num_tokens)  # powers of two: a GPU compiles a kernel for each
+    masks, max_num_seqs = self._grammar_bitmask, config.scheduler_config.max_num_seqs
+    if masks is not None and len(masks) < max_num_seqs * num_rows:
+        self._grammar_bitmask = None  # vLLM allocates more
+    with replaced(self, {"vllm_config": _WithLength(config, num_rows - 1)}):
+        return original(self, requests, structured_output_request_ids, drafts)
+
+
+def apply_short_masks() -> None:
+    """Makes workers of Model Runner V2 read such masks; V1 counts their rows itself. Once per process."""
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    wrap(StructuredOutputsWorker, "apply_grammar_bitmask", _apply)
+
+
+def _apply(original: Any, self: Any, logits: Any, input_batch: Any, grammar_req_ids: Any, masks: Any) -> None:
+    num_reqs = len(grammar_req_ids)
+    if hasattr(self, "num_bonus_tokens") or not num_reqs:  # vLLM 0.32 sends the rows that are filled, and no others
+        return original(self, logits, input_batch, grammar_req_ids, masks)
+    if not hasattr(self, "specplugins"):  # vLLM's warm-up: compiles the other kernels, with masks that allow all
+        self.specplugins, longest = True, self.mask_stride
+        for num_rows in sorted({min(1 << n, longest) for n in range(longest.bit_length() + 1)}):
+            allow = np.full((num_reqs * num_rows, masks.shape[1]), -1, masks.dtype)
+            _apply(original, self, logits, input_batch, grammar_req_ids, allow)
+    with replaced(self, {"mask_stride": len(masks) // num_reqs}):
+        return original(self, logits, input_batch, grammar_req_ids, masks)
