@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, host, observe, predict, reference
+from vllm_specplugins.kernels.acceptance import (
+    HOST_PRIOR_WEIGHT,
+    PRIOR_WEIGHT,
+    Drafts,
+    host,
+    observe,
+    predict,
+    reference,
+)
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.counters import StageCounters
@@ -44,13 +52,14 @@ def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[
     return sum(counts), sum(map(bool, counts))
 
 
-def test_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside plain loops, and the reference of what is learned, with the host's prior. Fails if a row is mixed up, if a
-    fate counts twice, if a token that was not verified counts, or a draft once for each token; if a grade, a prior or a
-    decay is another, or if one step adds more to the record of all requests than it may."""
-    monkeypatch.setattr(reference, "PRIOR_WEIGHT", HOST_PRIOR_WEIGHT)
-    rng, tracker = np.random.default_rng(1), DraftTracker(NUM_STAGES, K)
-    state = new_state(NUM_STAGES, NUM_ROWS, K, "cpu", HOST_PRIOR_WEIGHT)
+@pytest.mark.parametrize("prior_weight", [HOST_PRIOR_WEIGHT, PRIOR_WEIGHT])
+def test_tracker(monkeypatch: pytest.MonkeyPatch, prior_weight: float) -> None:
+    """Beside plain loops, and the reference of what is learned, with the host's prior and the device's. Fails if a row
+    is mixed up, if a fate counts twice, if a token that was not verified counts, or a draft once for each token; if a
+    grade, a prior or a decay is another, or if one step adds more to the record of all requests than it may."""
+    monkeypatch.setattr(reference, "PRIOR_WEIGHT", prior_weight)
+    rng, tracker = np.random.default_rng(1), DraftTracker(NUM_STAGES, K, prior_weight)
+    state = new_state(NUM_STAGES, NUM_ROWS, K, "cpu", prior_weight)
     tracker.make_room(NUM_ROWS)
     counters, plain = ([StageCounters() for _ in range(NUM_STAGES)] for _ in range(2))
     for _ in range(60):
@@ -60,10 +69,7 @@ def test_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
         own = Drafts(*map(torch.from_numpy, (drafts.num_draft, drafts.stage, drafts.confidence)))
         expected = torch.empty(num_reqs, K, dtype=torch.float64)
         predict(state, torch.from_numpy(rows), own, expected)
-        for stage in range(NUM_STAGES):
-            is_own = drafts.is_drafted & (drafts.stage == stage)
-            found = probs(tracker, rows, stage, drafts.confidence)
-            np.testing.assert_allclose(found[is_own], expected.numpy()[is_own], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(tracker.accept_probs(rows, drafts), expected, rtol=0, atol=1e-9)
         draft = tracker.keep(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
         verified = rng.integers(0, K + 1, num_reqs).astype(np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import DEVICE, by_reference, needs_triton
-from vllm_specplugins.kernels.budget import Layout, share_budget
+from vllm_specplugins.kernels.budget import Layout, host, share_budget
 from vllm_specplugins.kernels.inputs import make_budgets
 from vllm_specplugins.kernels.rejection.inputs import to_device
 
@@ -31,6 +31,16 @@ def test_equals_reference(num_rows: int, width: int, num_slots: int) -> None:
     for step in make_budgets(num_rows, width, num_slots):
         for ours, expected in zip(shared(step, "fused"), shared(step, "reference"), strict=True):
             assert torch.equal(ours, expected), step
+
+
+@by_reference
+@pytest.mark.parametrize(("num_rows", "width", "num_slots"), SIZES)
+def test_on_the_host(num_rows: int, width: int, num_slots: int) -> None:
+    """The loops that `replay` plays. Fails if equals are not taken by row, or a row's chances are another slot's."""
+    for step in make_budgets(num_rows, width, num_slots):
+        (accept_probs, slots, (drafts, _), budget), (bounds, _) = step, shared(step, "reference")
+        counts = host.share_budget(accept_probs.numpy(), slots.long().numpy(), drafts.long().numpy(), budget)
+        assert counts.tolist() == (bounds.diff()[:num_rows] - 1).tolist(), step
 
 
 @by_reference

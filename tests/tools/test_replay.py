@@ -19,6 +19,7 @@ from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.replay.candidates import Candidate, candidates
 from vllm_specplugins.tools.replay.costs import H100, CostTable, Load, costs_of
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
+from vllm_specplugins.tools.replay.on_device import DeviceLengths, PlannedLengths
 from vllm_specplugins.tools.replay.report import row_of, verdict
 from vllm_specplugins.tools.replay.simulate import Totals, simulate
 
@@ -261,11 +262,11 @@ def test_what_is_compared() -> None:
     assert gated.config == {**config, "gate": "auto", "num_speculative_tokens": 4}
     context = ProposerContext(100, 64, 1, 4, lambda text: [])
     assert [type(found.build(context)).__name__ for found in (plain, gated)] == ["PromptLookup"] * 2
-    assert [found.on_device for found in (plain, gated)] == [False, True]
+    assert [found.lengths for found in (plain, gated)] == [PlannedLengths, DeviceLengths]
     on_v1 = candidates([json.dumps(config)], [4], "v1")
     assert [type(found.build(context)).__name__ for found in on_v1] == ["PromptLookup", "Cascade"]
     custom = {"method": "custom", "proposer": "vllm_specplugins.proposers.prompt_lookup:PromptLookup"}
-    assert not any(found.on_device for found in [*on_v1, *candidates([json.dumps(custom)], [4])])
+    assert not any(found.lengths for found in [*on_v1, *candidates([json.dumps(custom)], [4])])
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
     for name in ("early_exit", "ngram"):
         with pytest.raises(ConfigError, match="must be proposers that read only token ids"):

@@ -19,13 +19,13 @@ from vllm_specplugins.tools.replay.candidates import (
     ALWAYS,
     LONG_MATCH,
     NGRAM_GPU,
-    Drafter,
     Fixed,
     candidates,
     match_end,
 )
 from vllm_specplugins.tools.replay.costs import CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
+from vllm_specplugins.tools.replay.drafter import Drafter
 from vllm_specplugins.tools.replay.simulate import simulate
 
 ROOT = Path(__file__).parents[2]

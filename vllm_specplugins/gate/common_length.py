@@ -6,6 +6,14 @@ from time import perf_counter
 
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 
+_FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
+
+
+def fill_a_graph(num_reqs: int, max_num_draft: int) -> bool:
+    """Whether K tokens per request cost nothing: then all are planned, and the step is one full graph. With more
+    requests the tokens without a match cost more than a step without a graph."""
+    return num_reqs * (1 + max_num_draft) <= _FREE
+
 
 class CommonLength:
     """Maps a number of requests to the number of tokens to draft for each in this step.

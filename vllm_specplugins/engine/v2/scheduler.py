@@ -16,10 +16,9 @@ from vllm_specplugins.engine.emitted import VERIFIED, VERIFIES, CountsEmitted
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.masks import LimitsMasks
 from vllm_specplugins.engine.v2.feedback.report import REPORT
-from vllm_specplugins.gate.common_length import CommonLength
+from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.request_options import draft_limit
 
-_FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
 
 
 class StepLengths(CommonLength):
@@ -114,10 +113,9 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
             request.spec_token_ids = request.spec_token_ids[:length]
 
     def _fill_a_graph(self, requests: list[Any]) -> bool:
-        """Whether K tokens per request cost nothing: then all are planned, and the step is one full graph. With more
-        requests the tokens without a match cost more than a step without a graph."""
+        """Whether all K tokens of each request are planned."""
         max_num_draft = self.num_spec_tokens
-        return len(requests) * (1 + max_num_draft) <= _FREE and all(
+        return fill_a_graph(len(requests), max_num_draft) and all(
             len(request.spec_token_ids) == max_num_draft == self._limit(request) and not request.use_structured_output
             for request in requests
         )

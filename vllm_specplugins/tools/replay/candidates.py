@@ -1,6 +1,5 @@
 """The methods that a replay compares: proposers that read only token ids, with and without a gate and with each K, and
-rules of other engines. A log may hold, for each number of output tokens, how many tokens of a drafter's draft the
-target would have accepted. The draft then consists of that many tokens of the output, followed by wrong ones."""
+rules of other engines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,14 +9,15 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief
-from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.kernels.compiled import compiled
-from vllm_specplugins.methods import BUILT_IN, METHODS, behind_gate, build_proposer, drafters
+from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.plan import Conditions, make_plan
 from vllm_specplugins.tools.picker import Config, is_ours, pick_methods
-from vllm_specplugins.tools.replay.data import Traffic, number_of
+from vllm_specplugins.tools.replay.drafter import Drafter
+from vllm_specplugins.tools.replay.on_device import DeviceLengths, PlannedLengths
 
 RUNNERS = V1, V2 = "v1", "v2"  # vLLM's model runners
 ALWAYS, GATED, FIXED = "always", "gated", "fixed"
@@ -26,57 +26,7 @@ LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)  # values of K where the user names n
 NGRAM_GPU = 2, 8  # tokens of vLLM's shortest and longest n-gram, as `bench` serves it
 NGRAM_GPU_LENGTHS = 5, 15, 31
 LONG_MATCH = 4, 64  # tokens of a match that overrides a drafter in TensorRT-LLM, and of the longest that is counted
-LOOKUP_LENGTH = 31  # K of a lookup by default
 Build = Callable[[ProposerContext], Proposer]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafter:
-    """A drafter with accepted lengths in logs."""
-
-    name: str
-    ms: float  # time of all its passes for a step's drafts
-    token_ms: float  # time of each draft token, those of all requests counted
-    num_draft: int  # K
-
-    @classmethod
-    def parse(cls, text: str) -> "Drafter":
-        """Parses a drafter from NAME:MS[:MS_A_TOKEN]:K. Raises ConfigError for another form, or a number out of range.
-
-        >>> Drafter.parse("eagle3:2.14:5")
-        Drafter(name='eagle3', ms=2.14, token_ms=0.0, num_draft=5)
-        """
-        name, *times, num_draft = text.split(":") if text.count(":") in (2, 3) else ("", "", "")
-        try:
-            drafter = cls(name, float(times[0]), float(times[-1]) if times[1:] else 0.0, int(num_draft))
-        except ValueError:
-            drafter = cls("", 0.0, 0.0, 0)
-        fits = 0 <= drafter.ms < np.inf and 0 <= drafter.token_ms < np.inf
-        if not (name and fits and 1 <= drafter.num_draft <= MAX_NUM_SPECULATIVE_TOKENS):
-            allowed = f"NAME:MS[:MS_A_TOKEN]:K, times of 0 or more and K from 1 to {MAX_NUM_SPECULATIVE_TOKENS}"
-            raise ConfigError(f"--drafter must be {allowed}, not {brief(text)}.")
-        return drafter
-
-    @property
-    def cascade(self) -> Config:
-        method = self.name if self.name in BUILT_IN else "draft_model"
-        stage = {"method": method, "model": "MODEL", "num_speculative_tokens": self.num_draft}
-        stages = [{"method": "prompt_lookup"}, stage]
-        return {"method": "cascade", "stages": stages, "num_speculative_tokens": LOOKUP_LENGTH}
-
-    def step_ms(self, num_reqs: int, length: int) -> float:
-        """ms of a step in which it drafts so many tokens; if it only reads the newest ones, those of one pass."""
-        return (self.ms / self.num_draft + self.token_ms * num_reqs) * max(1, length)
-
-    def draft(self, traffic: Traffic, request_ids: Sequence[str], texts: Sequence[Int32Array]) -> Int32Array:
-        """[num_reqs, K]: for each text the tokens that the target would accept, followed by wrong ones."""
-        token_ids = np.full((len(texts), self.num_draft), traffic.vocab_size - 1, np.int32)
-        for row, number, text in zip(token_ids, map(number_of, request_ids), texts, strict=True):
-            lengths, place = traffic.accepted[number][self.name], len(text) - traffic.prompt_lengths[number]
-            count = min(self.num_draft, int(lengths[place])) if place < len(lengths) else 0
-            right = traffic.histories[number][len(text) : len(text) + count]
-            row[: len(right)] = right
-        return token_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +38,8 @@ class Candidate:
     config: Config | None = None  # its whole --speculative-config; None for a method of others
     drafter: Drafter | None = None
     waits: bool = False  # its drafting waits for the device
-    on_device: bool = False  # Model Runner V2 chooses its lengths (on_device.py)
+    lengths: type[DeviceLengths] | None = None  # Model Runner V2's choice of lengths; None: a gate on the host
+    is_late: bool = False  # Model Runner V2 drafts with it in a thread
 
     @classmethod
     def ours(
@@ -97,9 +48,11 @@ class Candidate:
         parsed, num_draft = parse_config(config), int(config["num_speculative_tokens"])
         is_v2 = runner == V2
         plan = make_plan(parsed, Conditions(use_v2_model_runner=is_v2, async_scheduling=is_v2))
-        on_device = plan.on_device and plan.scheduler_chooses and plan.trims
-        build = partial(build_proposer, parsed.parts[0] if on_device else behind_gate(parsed))
-        return cls(method, policy, num_draft, build, config, drafter, not plan.on_device, on_device)
+        lengths = None
+        if plan.on_device and not plan.is_late:
+            lengths = DeviceLengths if plan.scheduler_chooses else PlannedLengths
+        build = partial(build_proposer, parsed.parts[0] if lengths else behind_gate(parsed))
+        return cls(method, policy, num_draft, build, config, drafter, not plan.on_device, lengths, plan.is_late)
 
     @property
     def key(self) -> tuple[str, str, int]:

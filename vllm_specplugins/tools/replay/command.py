@@ -13,9 +13,10 @@ from rich.progress import Progress
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.replay.candidates import GATED, LADDER, Candidate, Drafter, beside, candidates, rivals
+from vllm_specplugins.tools.replay.candidates import GATED, LADDER, Candidate, beside, candidates, rivals
 from vllm_specplugins.tools.replay.costs import H100, HOST_SOURCE, LOOKUP, NO_SPECULATION, CostTable, Load, costs_of
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
+from vllm_specplugins.tools.replay.drafter import Drafter
 from vllm_specplugins.tools.replay.report import Row, compare, row_of, tell
 from vllm_specplugins.tools.replay.simulate import Tokenize, Totals, simulate
 from vllm_specplugins.tools.report import check_json
@@ -114,7 +115,7 @@ def play(
 
 
 def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> Totals:
-    how = {"drafter": candidate.drafter, "on_device": candidate.on_device}
+    how = {"drafter": candidate.drafter, "lengths": candidate.lengths}
     return simulate(traffic, candidate.build, candidate.num_draft, load, **how, **more)
 
 

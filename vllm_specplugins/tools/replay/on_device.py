@@ -7,18 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
 from vllm_specplugins.gate.budget import Prices, StepBudget
-from vllm_specplugins.gate.common_length import CommonLength
+from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
-from vllm_specplugins.kernels.budget import Layout, share_budget
+from vllm_specplugins.kernels.budget.host import share_budget
 from vllm_specplugins.structures.arrays import Ints, SlotTable
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, better, of_stage
-from vllm_specplugins.tools.replay.candidates import Drafter
 from vllm_specplugins.tools.replay.costs import Load
+from vllm_specplugins.tools.replay.drafter import Drafter
 
 BESIDE_PROMPTS = 1 - 1e-9  # share of a step that reads prompts, which are free here: its time is not one of its length
 
@@ -42,7 +41,6 @@ class DeviceLengths:
         self._copies = np.zeros((2, num_slots), bool)  # likewise: whether a lookup gains as much as the drafter can
         self._verify_ms = np.array([load.costs.step_ms(0, num) for num in range(num_slots * (max_num_draft + 1))])
         self._prices = Prices(load.costs.context_ms)
-        self._layout = Layout(*torch.zeros(2, num_slots + 1, dtype=torch.int32))
         self._length = self._verifies = 0  # draft tokens of each request: made by this step, and verified
         self._ended: Any = None  # the last step, as the scheduler learns from it
 
@@ -63,23 +61,21 @@ class DeviceLengths:
         total = int(planned.sum())
         read = lambda: (self._probs[1], slots, num_reqs)  # noqa: E731
         budget = self._budget.choose(costs, num_reqs, planned.tolist(), total, read)
-        if budget == total or num_reqs == 1:
-            return np.array([budget]) if num_reqs == 1 else planned
-        counts = torch.from_numpy(np.stack((planned, np.ones_like(planned))).astype(np.int32))
-        share_budget(self._layout, torch.from_numpy(self._probs[0]), torch.from_numpy(slots), counts, budget, 1)
-        admitted: Ints = self._layout.cu_num_logits[: num_reqs + 1].diff().numpy() - 1
-        return admitted
+        return share_budget(self._probs[0], slots, planned, budget) if budget < total else planned
 
     def observe(self, feedback: Feedback) -> tuple[int, int]:
         """Learns from the step's outcome. Returns how many tokens to look up for each request, and how many the drafter
         drafts."""
         slots, num_accepted = self._slots.of(feedback.request_ids), feedback.num_accepted
         is_new = ~self._is_known[slots]
-        self._add(slots[is_new])
-        share, emitted = BESIDE_PROMPTS if is_new.any() else 1.0, (num_accepted[~is_new] + 1).tolist()
+        share = 1.0
+        if is_new.any():
+            self._add(slots[is_new])
+            share = BESIDE_PROMPTS
+        emitted = (num_accepted[~is_new] + 1).tolist()
         self._ended = len(emitted), self._verifies, self._length, emitted, share
         self._tracker.observe(slots, feedback.num_draft, num_accepted)
-        rests = self._drafter is None and not (self._length or self._verifies or is_new.any())
+        rests = self._drafter is None and not (self._length or self._verifies or share < 1)
         if rests:
             self._probs[:] = 1.0  # the next drafts are verified as a whole
         depth = 0 if self._drafter is None else self._drafter.num_draft
@@ -114,7 +110,37 @@ class DeviceLengths:
         return self._tracker.accept_probs(slots, drafts).cumprod(axis=1).sum(axis=1)
 
     def _padded(self, token_ids: Int32Array) -> Int32Array:
-        return np.pad(token_ids, ((0, 0), (0, self._width - token_ids.shape[1])))
+        padded = np.zeros((len(token_ids), self._width), np.int32)
+        padded[:, : token_ids.shape[1]] = token_ids
+        return padded
 
     def forget(self, request_ids: Sequence[str]) -> None:
         self._is_known[self._slots.forget(request_ids)] = False
+
+
+class PlannedLengths(DeviceLengths):
+    """The lengths of drafts that nothing chooses and nothing trims: the scheduler plans K tokens, or as many as the
+    newest draft of the request that it knows had, which is that of two steps before."""
+
+    def __init__(self, max_num_draft: int, *arguments: Any):
+        super().__init__(max_num_draft, *arguments)
+        self._length, self._num_running = max_num_draft, 0
+        self._drafted: dict[str, list[int]] = {}
+
+    def admitted(self, num_running: int, decoding: Sequence[str], context: int) -> Ints:
+        fills, self._num_running = fill_a_graph(self._num_running, self._width), num_running
+        known = [self._drafted[name] for name in decoding]
+        planned = [lengths[-3] if len(lengths) > 2 else self._width for lengths in known]
+        return np.array([self._width if fills and any(planned) else length for length in planned], np.int64)
+
+    def observe(self, feedback: Feedback) -> tuple[int, int]:
+        return self._width, 0
+
+    def keep(self, request_ids: Sequence[str], draft: Draft, offered: Int32Array | None) -> Draft:
+        for name, length in zip(request_ids, draft.num_draft.tolist(), strict=True):
+            self._drafted[name] = [*self._drafted.get(name, [])[-2:], length]
+        return draft
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        for name in request_ids:
+            self._drafted.pop(name, None)

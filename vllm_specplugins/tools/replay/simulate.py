@@ -16,9 +16,10 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Prop
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.target import Offer
-from vllm_specplugins.tools.replay.candidates import Build, Drafter
+from vllm_specplugins.tools.replay.candidates import Build
 from vllm_specplugins.tools.replay.costs import Load
 from vllm_specplugins.tools.replay.data import Traffic, name_of
+from vllm_specplugins.tools.replay.drafter import Drafter
 from vllm_specplugins.tools.replay.on_device import DeviceLengths
 
 Tokenize = Callable[[str], list[int]]
@@ -145,12 +146,13 @@ def simulate(
     tokenize: Tokenize = lambda text: [],
     advance: Callable[[], None] = lambda: None,
     drafter: Drafter | None = None,
-    on_device: bool = False,
+    lengths: type[DeviceLengths] | None = None,
 ) -> Totals:
     """Plays all traffic against the proposer that `build` makes (None: no drafts). `drafter` may offer drafts to it,
-    like a stage that is built into the engine. With `on_device`, lengths are chosen as where Model Runner V2 drafts on
-    the device; the proposer is then a lookup without a gate."""
-    engine = (_DeviceEngine if on_device else _Engine)(traffic, num_draft, load, drafter)
+    like a stage that is built into the engine. With `lengths` the proposer is a lookup without a gate, which drafts on
+    the device."""
+    given = traffic, num_draft, load, drafter
+    engine = _Engine(*given) if lengths is None else _DeviceEngine(*given, lengths)
     if build is not None:
         context = ProposerContext(
             vocab_size=traffic.vocab_size,
@@ -239,9 +241,11 @@ class _Engine:
 class _DeviceEngine(_Engine):
     """An engine that drafts on the device, where drafting is a part of the step; a drafter takes its time there."""
 
-    def __init__(self, traffic: Traffic, num_draft: int, load: Load, drafter: Drafter | None):
+    def __init__(
+        self, traffic: Traffic, num_draft: int, load: Load, drafter: Drafter | None, lengths: type[DeviceLengths]
+    ):
         super().__init__(traffic, num_draft, load, drafter)
-        self._lengths = DeviceLengths(num_draft, load, lambda: self.totals.ms / 1000, drafter)
+        self._lengths = lengths(num_draft, load, lambda: self.totals.ms / 1000, drafter)
 
     def step(self, running: Sequence[int]) -> list[int]:
         player = self._player
