@@ -20,7 +20,6 @@ from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.request_options import draft_limit
 
 
-
 class StepLengths(CommonLength):
     """vLLM's `dynamic_sd_lookup`, which reads steps from vLLM's objects."""
 
