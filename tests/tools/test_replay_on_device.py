@@ -95,8 +95,8 @@ def test_budget_knows_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_pays() -> None:
     """Fails if drafts are verified that cost more than they bring, or if none are where they cost nothing."""
-    dear, free = (CostTable.line(10.0, token_ms) for token_ms in (0.1, 0.01))
-    traffic = counted(8, 800)
+    dear, free = (CostTable.line(10.0, token_ms) for token_ms in (0.05, 0.01))
+    traffic = counted(8, 400)
     plain = [played(traffic, [0], PlannedLengths, costs).step_ms for costs in (dear, free)]
     assert played(traffic, [31], DeviceLengths, free).step_ms < 0.06 * plain[1]
     assert played(traffic, [0], DeviceLengths, dear).step_ms < 1.05 * plain[0]
