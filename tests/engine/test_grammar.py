@@ -1,7 +1,7 @@
 """Method `grammar` in real engines: outputs are those without it, and steps are fewer."""
 
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -343,6 +343,30 @@ def test_q_of_forced_tokens() -> None:
     certain = [(0, 1, 3), (0, 2, 4), (2, 0, 5)]
     assert all(q[row, place].argmax() == token and q[row, place].isfinite().sum() == 1 for row, place, token in certain)
     assert not q[1, 2].isfinite().any() and not q[2, 1:].isfinite().any()
+
+
+@ON_V1
+def test_q_of_cut_drafts() -> None:
+    """A draft of four drawn tokens and two forced ones, of which a step has room for any number, beside another one.
+    Kills: the number of drawn tokens taken for that of verified ones, which ended the engine."""
+    from vllm_specplugins.engine.v1.rows import Rows
+    from vllm_specplugins.engine.v1.verify import Verifier
+
+    drawn, tokens = torch.randn(2, 4, 11), [1, 2, 3, 4, 8, 9]
+    for num_a, num_b in product(range(7), range(5)):
+        verifier = Verifier.__new__(Verifier)
+        verifier._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "new", "b"]))
+        verifier.save_q(["b", "a"], drawn)
+        verifier.forced = {"a": (4, tokens[4:num_a])}
+        fed = [*tokens[:num_a], *tokens[:num_b]]
+        rows = Rows([num_a, 0, num_b], fed, np.zeros(3, np.int64), torch.device("cpu"))
+        q = verifier._q(rows, max(num_a, num_b))
+        if q is None:
+            assert num_a == num_b == 0
+            continue
+        assert torch.equal(q[0, : min(num_a, 4)], drawn[1, :num_a]) and torch.equal(q[2, :num_b], drawn[0, :num_b])
+        assert [int(row.argmax()) for row in q[0, 4:num_a]] == tokens[4:num_a]
+        assert not q[1].isfinite().any()
 
 
 @pytest.mark.skipif(RUNNER == "v1", reason="V2's")

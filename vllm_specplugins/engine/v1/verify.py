@@ -126,7 +126,8 @@ class Verifier:
         result = logits.new_full((len(request_ids), max_num_draft, logits.shape[-1]), -torch.inf)
         for index, (request_id, num_draft) in enumerate(zip(request_ids, rows.num_draft, strict=True)):
             num_drawn, _ = self.forced.get(request_id, (num_draft, ()))
-            num_drawn = num_drawn if request_id in place else 0
+            # The scheduler may have cut the draft before its first forced token.
+            num_drawn = min(num_drawn, num_draft) if request_id in place else 0
             if num_drawn:
                 result[index, :num_drawn] = logits[place[request_id], :num_drawn]
             first = rows.starts[index] + 1
