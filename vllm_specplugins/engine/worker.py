@@ -3,6 +3,8 @@ are replaced only while a runner is built; other functions are set on that runne
 "patch" in vllm_api/replaced.toml."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -15,7 +17,8 @@ from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.faults import cause_text
+from vllm_specplugins.isolation.faults import cause_text, fault_of
+from vllm_specplugins.isolation.guard import end_all_ranks
 from vllm_specplugins.methods import behind_gate, build_proposer, forces_tokens
 
 if TYPE_CHECKING:
@@ -69,20 +72,28 @@ class _WithProposer:
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        with _ends_other_ranks():
+            return self._execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with _ends_other_ranks():
+            return self._sample_tokens(grammar_output)
+
+    def _execute_model(self, scheduler_output: Any) -> Any:
         self._barrier.emitted = getattr(scheduler_output, EMITTED, self._barrier.emitted)  # vLLM's warm-up has none
+        if scheduler_output.finished_req_ids:  # before a new request has the slot of a finished one
+            self._reporter.forget(scheduler_output.finished_req_ids)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
         if is_idle:
             self._barrier.totals()  # begins to copy the device's counts
             self._barrier.settle()
         self._reporter.steps.add(getattr(scheduler_output, STEPS, {}))
-        if scheduler_output.finished_req_ids:
-            self._reporter.forget(scheduler_output.finished_req_ids)
         if output is None or not is_idle or not self._reports:
             return output
         return self._reporter.attach(output, is_last=True)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def _sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         self._barrier.log()
         if output is None:
@@ -141,6 +152,18 @@ class _WithProposer:
                     proposer.save_store()
                 stats[name] = proposer.store_stats()
         return stats
+
+
+@contextmanager
+def _ends_other_ranks() -> Iterator[None]:
+    """Ends the process of a rank that fails and does not return the output: vLLM would log its exception and take the
+    next step, with wrong tokens from then on."""
+    try:
+        yield
+    except Exception as error:
+        if not gives_output():
+            end_all_ranks("A step", fault_of(error, ()))
+        raise
 
 
 def gives_output() -> bool:

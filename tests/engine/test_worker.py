@@ -1,0 +1,85 @@
+"""What our worker adds to vLLM's, around a base that does nothing. No engine runs here."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import RUNNER
+
+from vllm_specplugins.engine import worker
+from vllm_specplugins.isolation import guard
+
+pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+
+
+class Base:
+    """Notes what happens, and may raise."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.raises: BaseException | None = None
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self._happens("steps")
+
+    def sample_tokens(self, grammar_output: Any) -> None:
+        self._happens("samples")
+
+    def compile_or_warm_up_model(self) -> None:
+        self._happens("warms up")
+
+    def _happens(self, event: str) -> None:
+        self.events.append(event)
+        if self.raises is not None:
+            raise self.raises
+
+
+class Worker(worker._WithProposer, Base):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self._barrier = SimpleNamespace(emitted=None, log=lambda: None, is_warming_up=False)  # type: ignore[assignment]
+        forget = lambda request_ids: self.events.append("forgets")  # noqa: E731
+        self._reporter = SimpleNamespace(forget=forget, steps=SimpleNamespace(add=lambda steps: None))  # type: ignore[assignment]
+        self._reports = False
+
+
+STEP = SimpleNamespace(total_num_scheduled_tokens=3, finished_req_ids={"a"})
+
+
+def test_rates_before_slots_are_reused() -> None:
+    """Kills: the acceptance rates of finished requests read after vLLM gave their slots to waiting ones, which lost up
+    to 10 of 11 rates of a full server."""
+    made = Worker()
+    made.execute_model(STEP)
+    assert made.events == ["forgets", "steps"]
+
+
+@pytest.mark.parametrize("step", ["execute_model", "sample_tokens"])
+@pytest.mark.parametrize("error", [RuntimeError("planted"), AssertionError()])
+def test_a_rank_that_raises(monkeypatch: pytest.MonkeyPatch, step: str, error: Exception) -> None:
+    """Its process ends, unless it returns the output: then vLLM ends the engine. Kills: an exception of a step, ours or
+    vLLM's, that vLLM logs and goes on from with wrong tokens."""
+    ended: list[int] = []
+    monkeypatch.setattr(guard.os, "_exit", ended.append)
+    made = Worker()
+    made.raises = error
+    for gives_output in (True, False):
+        monkeypatch.setattr(worker, "gives_output", lambda given=gives_output: given)
+        with pytest.raises(type(error)):
+            getattr(made, step)(STEP)
+        assert ended == ([] if gives_output else [1])
+
+
+def test_the_mark_of_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there while vLLM warms up, and gone after an exception. Kills: requests taken for those of a warm-up."""
+    made, marks = Worker(), list[bool]()
+    made.vllm_config = made.model_runner = SimpleNamespace(kv_cache_config=None)  # type: ignore[assignment]
+    made._reporter.method, made._reporter.drop = "any", lambda: None
+    monkeypatch.setattr(worker, "tell_states", lambda *_: None)
+    monkeypatch.setattr(made, "_happens", lambda event: marks.append(made._barrier.is_warming_up))
+    made.compile_or_warm_up_model()
+    assert marks == [True] and not made._barrier.is_warming_up
+    monkeypatch.setattr(made, "_happens", lambda event: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.compile_or_warm_up_model()
+    assert not made._barrier.is_warming_up
