@@ -7,15 +7,20 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from cases import ask_turns, generate, num_dropped, progress
 from conftest import INTERPRETED
 from hostile import HANGS, HOSTILE, HostileProposer, K
 from scripted import Scripted
 
+from vllm_specplugins.cascade.cascade import Cascade
 from vllm_specplugins.counters import Counters
+from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import MAX_FAULTS
+from vllm_specplugins.methods import behind_gate
+from vllm_specplugins.parsing import parse_config
 
 PROMPTS = [[5, 6, 7, 8] * 5, list(range(30, 70)), [9] * 20]
 BUDGET_MS = 600
@@ -84,6 +89,54 @@ def test_session(engine_of_one: Any, expected: Any) -> None:
     assert ask_turns(llm, turns, each, max_tokens=NUM_TOKENS) == answers
     assert num_dropped(llm) > dropped
     assert (progress(llm) - before).sum() == sum(map(len, answers)) - 1
+
+
+class Oracle:
+    """Knows what the target says next, and takes a millisecond to say it."""
+
+    num_asked = 0
+
+    def __init__(self, texts: list[list[int]]):
+        self._texts = texts
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        self.num_asked += 1
+        time.sleep(0.001)
+        token_ids, num_draft = np.zeros((batch.num_reqs, K), np.int32), np.zeros(batch.num_reqs, np.int32)
+        for row, tokens in enumerate(map(np.ndarray.tolist, batch.token_ids)):
+            [text] = [text for text in self._texts if text[: len(tokens)] == tokens]
+            rest = text[len(tokens) :][: batch.max_num_draft[row]]
+            token_ids[row, : len(rest)], num_draft[row] = rest, len(rest)
+        return Draft(token_ids, num_draft)
+
+    def observe(self, feedback: Any) -> None: ...
+    def forget(self, request_ids: Any) -> None: ...
+
+
+def plant_oracle(worker: Any, texts: list[list[int]]) -> None:
+    """Runs in the worker: the oracle behind a gate."""
+    vocab_size = worker.model_config.get_vocab_size()
+    context = ProposerContext(vocab_size, 1024, 8, K, lambda text: [])
+    cascade = Cascade(behind_gate(parse_config({**CUSTOM, **COMMON})), context, [Oracle(texts)])
+    FaultBarrier.__init__(worker._barrier, cascade, vocab_size, K, None)
+
+
+def questions(worker: Any) -> tuple[int, int]:
+    """Runs in the worker: those that were asked, and those that the gate spared."""
+    [stage] = worker._barrier.proposer._stages
+    return stage.proposer.num_asked, stage.num_spared
+
+
+@pytest.mark.skipif(INTERPRETED, reason="as on V1, and slow through the interpreter")
+def test_a_class_that_is_right_is_asked(engine_of_one: Any) -> None:
+    """Behind a gate that chooses, in at least 95 % of the steps. Kills: reports of metrics, one a step, that move what
+    the gate counts."""
+    answers = generate(engine_of_one, PROMPTS, [1], max_tokens=150)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    engine_of_one.collective_rpc(plant_oracle, args=(texts,))
+    assert generate(engine_of_one, PROMPTS, [1], max_tokens=150) == answers
+    [(num_asked, num_spared)] = engine_of_one.collective_rpc(questions)
+    assert num_asked >= 60 and num_asked >= 0.95 * (num_asked + num_spared)
 
 
 def plant_in_cascade(worker: Any, name: str) -> None:

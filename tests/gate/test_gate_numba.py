@@ -117,7 +117,7 @@ def expected_shares(
     """By trying every depth, and for each request every draft that it allows."""
     rate = costs.break_even_rate(len(rows))
     prices = rate * (costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms))
-    price, draft_price = prices[0], rate * gate._stages[1].token_ms
+    price, draft_price = prices[0], rate * gate._stages[1].token.ms
     own = [probs(gate._tracker, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
     plans = []
     for depth in range(min(K, costs.max_length(is_free=False)) + 1):

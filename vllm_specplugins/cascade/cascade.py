@@ -183,7 +183,7 @@ class Cascade:
 
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Gives the gate the cost of the last step, on which the ranks agree: their drafts would differ otherwise."""
-        times = [self._model_times.get(stage.index, (0.0, 0)) for stage in self._stages]
+        times = [self._model_times.get(stage.index, (stage.answer_ms, 0)) for stage in self._stages]
         step_ms, drafting_ms, gate.num_context, *model_ms = self._context.agreed(
             [step_ms, self._step_ms, self._num_context, *(ms for ms, _ in times)]
         )

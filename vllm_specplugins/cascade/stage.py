@@ -39,7 +39,7 @@ class Source(Protocol):
 class Stage:
     """A proposer of a cascade. Only a lookup and a model continue the drafts of other stages. If every rank of a
     tensor-parallel group drafts, only rank 0 asks a proposer on the host, since faults and times differ between ranks.
-    `gate` decides when to ask a proposer on the host that does not pay; None: in every step."""
+    `gate` decides, on every rank the same, when to ask one that does not pay; None: in every step."""
 
     def __init__(
         self, index: int, config: StageConfig, name: str, proposer: Any, context: ProposerContext, gate: "Gate | None"
@@ -50,7 +50,7 @@ class Stage:
         self.counters = StageCounters()
         is_cheap = self.method.is_lookup or self.method.is_late
         self.num_spared = 0  # questions that the gate did not ask
-        self._gate, self._asked_ms = None if is_cheap else gate, 0.0  # ms of the last step in which it was asked
+        self._gate, self.answer_ms = None if is_cheap else gate, 0.0  # 0: it was not asked in the last step
         self._ahead: tuple[Any, DraftArrays] | None = None
 
     @cached_property
@@ -86,6 +86,9 @@ class Stage:
         if self.method.runs_target or self.method.is_offered:
             drafts = self.proposer.draft(batch, prefix, max_tokens)
         else:
+            if self._gate is not None and not self._gate.asks(self.index, len(max_tokens)):
+                max_tokens = np.zeros_like(max_tokens)
+                self.num_spared += 1
             drafts = self._guarded(batch, prefix, max_tokens) if self._context.rank == 0 else None
             drafts = self._context.agreed(drafts)
         assert drafts is not None
@@ -106,20 +109,17 @@ class Stage:
         return self._ahead is not None and self._ahead[0] == _step_of(batch)
 
     def _guarded(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        guard, drafts = self.guard, None
+        guard, drafts, self.answer_ms = self.guard, None, 0.0
         assert guard is not None
         may_draft = guard.may_draft(batch.request_ids)
-        if self._gate is not None and not self._gate.asks(self.index, len(max_tokens), self._asked_ms):
-            max_tokens = np.zeros_like(max_tokens)
-            self.num_spared += 1
-        elif may_draft is not None:
+        if may_draft is not None:
             max_tokens = np.where(may_draft, max_tokens, 0)
         # A store takes a request's last tokens, too, after which no draft is wanted.
         sees_all = self.method.is_lookup and self.method.has_tenants and may_draft is None
         if sees_all or np.count_nonzero(max_tokens):
             draft, start = self.proposer.draft if self.method.is_lookup else self._begun, time.perf_counter()
             drafts = guard.call(batch, lambda: draft(batch, prefix, max_tokens))
-            self._asked_ms = (time.perf_counter() - start) * 1000
+            self.answer_ms = (time.perf_counter() - start) * 1000
         elif guard.has_to_forget:
             guard.call(batch, lambda: None)
         return nothing(len(max_tokens), self._context.max_num_draft) if drafts is None else drafts

@@ -12,7 +12,7 @@ does not expect to pay off. The caller measures all times. R: requests of a step
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,38 @@ EXPLORE_SHARE = 0.01  # of the time, at most, goes to one kind of trial
 FEW_CALLS = 10  # after which a stage's time is an average of many
 MIN_CALLS = 3  # before which a stage's time may be a hiccup, and does not limit trials
 EMPTY_ANSWERS = 8  # in a row, after which the gate asks a stage on the host only now and then
+ASK_EVERY = 50  # steps, at least, between two of these questions
 GOOD_ACCEPTANCE = 0.75  # probability for text that suits a stage, whatever the record of other text says
 RUN_MARGIN = 1.5  # a stage may bring this times its expected gain: a lookup continues its tokens, too
 CUTS, TRIALS, POLLS, SKIPS = range(4)  # for which the gate counts the steps since the last trial, by stage
 
 
 @dataclass(slots=True)
+class UsualMs:
+    """The usual time of a call, in which one slow call counts little."""
+
+    is_warm: bool = False  # the first call warms up caches and compilers
+    num_calls: int = 0  # since the time is known
+    ms: float = 0.0
+
+    def add(self, ms: float) -> None:
+        if not self.is_warm:
+            self.is_warm = True
+            return
+        usual_ms = self.ms if self.num_calls else ms
+        was_held_up = ms * OUTLIER_RATIO < usual_ms
+        self.num_calls = 1 if was_held_up else self.num_calls + 1
+        weight = max(1 / FEW_CALLS, 1 / self.num_calls)
+        self.ms = usual_ms + weight * (min(ms, OUTLIER_RATIO * usual_ms) - usual_ms)
+
+
+@dataclass(slots=True)
 class StageRecord:
-    is_warm: bool = False  # its first call warms up caches and compilers
-    num_calls: int = 0  # since its time is known
-    token_ms: float = 0.0  # time to draft one token for each request of the batch
-    num_sent: int = 0  # its tokens that went to the target until it was asked last
-    num_empty: int = 0  # answers in a row since then without any
+    token: UsualMs = field(default_factory=UsualMs)  # to draft one token for each request of the batch
+    answer: UsualMs = field(default_factory=UsualMs)  # of a stage on the host
+    num_useful: int = 0  # its tokens that went to the target because they pay, or were right, until it was asked last
+    num_tried: int = 0  # its tokens in trials
+    num_empty: int = 0  # answers in a row since then without any useful token
 
 
 class Gate:
@@ -64,18 +84,11 @@ class Gate:
         self._costs.add(num_reqs, self.num_context, ms, drafting_ms, num_draft, num_emitted)
 
     def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
-        if num_tokens == 0:
-            return
-        record = self._stages[stage]
-        if not record.is_warm:
-            record.is_warm = True
-            return
-        token_ms = ms / num_tokens
-        usual_ms = record.token_ms if record.num_calls else token_ms
-        was_held_up = token_ms * OUTLIER_RATIO < usual_ms
-        record.num_calls = 1 if was_held_up else record.num_calls + 1
-        weight = max(1 / FEW_CALLS, 1 / record.num_calls)
-        record.token_ms = usual_ms + weight * (min(token_ms, OUTLIER_RATIO * usual_ms) - usual_ms)
+        """Adds the time of these tokens, or of an answer of a stage on the host."""
+        if num_tokens:
+            self._stages[stage].token.add(ms / num_tokens)
+        elif ms:
+            self._stages[stage].answer.add(ms)
 
     def split_draft(
         self,
@@ -101,9 +114,11 @@ class Gate:
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         limits = max_draft if continues else np.zeros(len(rows), np.int64)
         keep, more = self._best_split(costs, rows, drafts, stage, confidence, max_more, limits)
-        keep = self._explored(keep, np.where(keep + more == 0, drafts.num_draft, 0), costs, (stage, CUTS))
+        cut = np.where(keep + more == 0, drafts.num_draft, 0)
+        keep = self._explored(keep, cut, costs, (stage, CUTS), drafts.stage[:, 0])
         rest = np.where(keep == 0, max_draft, np.maximum(0, limits - keep))
-        return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, TRIALS))
+        ours = np.full(len(rows), stage)
+        return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, TRIALS), ours)
 
     def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
         """Returns [R], the number of tokens of each draft that pay off."""
@@ -121,8 +136,8 @@ class Gate:
         limits: IntArray,
     ) -> tuple[IntArray, IntArray]:
         rate, prices = self._prices(costs, len(rows))
-        draft_price = rate * self._stages[stage].token_ms
-        is_free = not any(record.is_warm for record in self._stages.values())
+        draft_price = rate * self._stages[stage].token.ms
+        is_free = not any(record.token.is_warm for record in self._stages.values())
         tokens = rated(drafts), stage, np.ascontiguousarray(confidence), max_more, limits
         tracker = self._tracker
         costs_of = prices, draft_price, costs.max_length(is_free), tracker.continued(stage)
@@ -156,31 +171,38 @@ class Gate:
         K, rate = self._max_num_draft, costs.break_even_rate(num_reqs)
         return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
 
-    def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
-        """Returns whether to ask a stage on the host, which takes this long. After EMPTY_ANSWERS in a row, the gate
-        asks only as often as EXPLORE_SHARE allows."""
+    def asks(self, stage: int, num_reqs: int) -> bool:
+        """Returns whether to ask a stage on the host. After EMPTY_ANSWERS in a row, the gate asks only as often as
+        ASK_EVERY and EXPLORE_SHARE allow. All ranks call this, since it decides on their trials, too."""
         record, costs = self._stages[stage], self._costs.of(num_reqs, self.num_context)
-        num_sent = self._tracker.num_sent(stage)
-        num_empty = record.num_empty * (num_sent == record.num_sent)
+        num_useful = self._tracker.num_useful(stage) - record.num_tried
+        num_empty = record.num_empty * (num_useful <= record.num_useful)
         quiet = self._quiet[stage, POLLS] = self._quiet[stage, POLLS] + 1
-        if costs is not None and num_empty >= EMPTY_ANSWERS and quiet < _steps_between(ms, costs):
+        wait = 0.0 if costs is None or num_empty < EMPTY_ANSWERS else _steps_between(record.answer.ms, costs)
+        if wait > 1 and quiet < max(wait, ASK_EVERY):  # one that takes less than that share is asked in every step
             return False
-        record.num_sent, record.num_empty, self._quiet[stage, POLLS] = num_sent, num_empty + 1, 0
+        record.num_useful, record.num_empty, self._quiet[stage, POLLS] = num_useful, num_empty + 1, 0
         self._quiet[stage, CUTS] += quiet - 1
         return True
 
-    def _explored(self, lengths: IntArray, limits: IntArray, costs: StepCosts, trial: tuple[int, int]) -> IntArray:
-        """Returns the lengths; in a trial one token for requests that may have tokens and would get none."""
-        num_without = int(np.count_nonzero(limits[lengths == 0] > 0))
+    def _explored(
+        self, lengths: IntArray, limits: IntArray, costs: StepCosts, trial: tuple[int, int], stages: IntArray
+    ) -> IntArray:
+        """Returns the lengths; in a trial one token of these `stages` [R] for requests that may have tokens and would
+        get none."""
+        is_without = (lengths == 0) & (limits > 0)
+        num_without = int(np.count_nonzero(is_without))
         if not num_without:
             return lengths
-        record = self._stages[trial[0]] if trial[1] == TRIALS else StageRecord()
-        trial_ms = num_without * costs.slope_ms + record.token_ms
-        is_known = not 0 < record.num_calls < MIN_CALLS
+        token = self._stages[trial[0]].token if trial[1] == TRIALS else UsualMs()
+        trial_ms = num_without * costs.slope_ms + token.ms
+        is_known = not 0 < token.num_calls < MIN_CALLS
         quiet = self._quiet[trial] = self._quiet[trial] + 1
         if quiet < max(EXPLORE_EVERY, is_known * _steps_between(trial_ms, costs)):
             return lengths
         self._quiet[trial] = 0
+        for stage in stages[is_without].tolist():
+            self._stages[stage].num_tried += 1
         return np.where(lengths > 0, lengths, np.minimum(1, limits))
 
 
