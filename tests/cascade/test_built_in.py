@@ -110,6 +110,34 @@ def test_its_own_chances_reach_the_gate() -> None:
     assert np.median(lengths[40::2]) == 2 and np.median(lengths[41::2]) == 0
 
 
+def test_prompts_are_no_passes() -> None:
+    """A prompt of 150 ms in every eighth step, passes of 2 ms. Kills: its time taken for that of a pass, for which the
+    model rests or drafts more than it should; a step without a pass that counts as one that has spared passes."""
+    config = {"method": "cascade", "stages": [LOOKUP, {**MODEL, "num_speculative_tokens": K}]}
+
+    def play(every: int) -> tuple[list[int], Any]:
+        proposer: Any = build_proposer(parse_config(config), CONTEXT)
+        lengths, num_draft, right = list[int](), np.zeros(1, np.int32), np.zeros(1, np.int32)
+        for step in range(120):
+            has_prompt = step % 8 < every
+            batch = batch_of([[5, 6, step + 10]], None)
+            proposer.observe(Feedback(batch.request_ids, num_draft, right, None if has_prompt else 20.0))
+            lengths.append(proposer.offer_length(batch, right))
+            ms = 2.0 * max(1, lengths[-1]) + 150.0 * has_prompt
+            offer = Offer(np.array([[7, 8, 9]], np.int32)[:, : lengths[-1]], ms, has_prompt=has_prompt)
+            num_draft = proposer.propose(replace(batch, offer=offer)).num_draft
+            right = np.minimum(num_draft, 2 + step % 2).astype(np.int32)
+        return lengths, proposer
+
+    (without, _), (lengths, proposer) = play(0), play(1)
+    assert np.mean(lengths[60:]) == pytest.approx(np.mean(without[60:]), abs=0.3)
+    stage = proposer._offered.proposer
+    assert stage.saved_ms <= 6.0
+    stage.share = 0.5
+    proposer.propose(batch_of([[5, 6, 9]], None))
+    assert stage.spared_ms == 0.0, "as while its breaker is open"
+
+
 def test_chances_of_what_is_continued() -> None:
     """Fails if tokens behind another stage's have the chances of those in front of them."""
     batch = batch_of([[1]], [[7, 8, 9]])

@@ -20,8 +20,10 @@ class BuiltIn(Proposer):
         self._all_ms = self._first_ms = 0.0  # of all passes in a step, and of the first one
 
     def took(self, offer: Offer) -> float:
-        """Records the time of this drafting, in ms."""
-        if self.share == 1:
+        """Records the time of this drafting, in ms, unless a prompt is a part of it."""
+        if offer.has_prompt:
+            pass
+        elif self.share == 1:
             self._all_ms = offer.ms
         else:
             self._first_ms += offer.ms - (self._all_ms - self.spared_ms)

@@ -51,8 +51,11 @@ class Cascade:
         start = time.perf_counter()
         if not self._stages[0].has_drafted(batch):
             self._begin_step()
-        if batch.offer is not None and self._offered is not None:
-            self._offered.counters.ms += self._offered.proposer.took(batch.offer)
+        if self._offered is not None:
+            if batch.offer is None:
+                self._offered.proposer.share = 1.0  # a step without a pass has spared none
+            else:
+                self._offered.counters.ms += self._offered.proposer.took(batch.offer)
         if self._gate is not None:
             self._num_context = int(places_of(batch.token_ids)[1].sum())
         self._model_times = {}

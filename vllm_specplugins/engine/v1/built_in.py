@@ -58,10 +58,11 @@ class BuiltInDrafter:
         """Drafts for a batch of these rows. Returns None after a failure, or if a request of the batch is too long. The
         cascade chooses the number of tokens for a drafter that runs once per token. `step`: the arguments of
         `propose_draft_token_ids` after the sampled tokens."""
-        max_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
-        has_prompt = scheduler_output.total_num_scheduled_tokens > max_decoded
+        drafts = scheduler_output.scheduled_spec_decode_tokens.values()
+        num_decoded = len(scheduler_output.num_scheduled_tokens) + sum(map(len, drafts))
+        has_prompt = scheduler_output.total_num_scheduled_tokens > num_decoded
         length = partial(self._cascade.offer_length, batch, num_accepted)
-        work = partial(self._draft, length, rows, scheduler_output, sampled_token_ids, *step)
+        work = partial(self._draft, length, rows, has_prompt, scheduler_output, sampled_token_ids, *step)
         offer: Offer | None = self._cascade.offer_guard.call_in_engine(work, is_timed=not has_prompt)
         return offer
 
@@ -69,6 +70,7 @@ class BuiltInDrafter:
         self,
         length: Callable[[], int],
         rows: Sequence[int],
+        has_prompt: bool,
         scheduler_output: Any,
         sampled_token_ids: list[list[int]],
         *step: Any,
@@ -87,7 +89,7 @@ class BuiltInDrafter:
             # The drafter writes to the metadata.
             drafts = self._propose(scheduler_output, on_device, *tensors, copy.copy(common), slot_mappings)
         token_ids = drafts.to("cpu", torch.int32).numpy()[rows]
-        return Offer(token_ids, (time.perf_counter() - start) * 1000)
+        return Offer(token_ids, (time.perf_counter() - start) * 1000, has_prompt=has_prompt)
 
     @contextmanager
     def _as_it_expects(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> Iterator[None]:
