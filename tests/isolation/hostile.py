@@ -134,6 +134,15 @@ WRITES: dict[str, Act] = {
 for _name, _act in WRITES.items():
     HOSTILE[f"writes to {_name}"] = _act, RAISED
 
+# NumPy's flag stops none of these; test_histories.py has more ways.
+THROUGH: dict[str, Act] = {
+    "torch": lambda batch, good: [torch.from_numpy(tokens).clamp_(max=9) for tokens in batch.token_ids],
+    "ufunc.at": lambda batch, good: [np.add.at(tokens, -1, 5) for tokens in batch.token_ids],
+    "the buffer's owner": lambda batch, good: [tokens.base.base.obj.fill(9) for tokens in batch.token_ids],
+}
+for _name, _act in THROUGH.items():
+    HOSTILE[f"writes through {_name}"] = lambda batch, good, act=_act: (act(batch, good), good)[1], None
+
 
 @hostile("replaces the fields of its batch", None)
 def _replaces(batch: DraftBatch, good: Draft) -> Any:

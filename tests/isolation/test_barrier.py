@@ -439,6 +439,28 @@ def test_histories_of_adapters() -> None:
             array.flags.writeable = True
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_filter_that_raises(error: type[BaseException]) -> None:
+    """A proposer may install a filter for our log. Kills: its exception, which leaves the barrier with the first fault,
+    or with the line of totals."""
+    logger = logging.getLogger("vllm.specplugins")
+
+    def raises_too(record: logging.LogRecord) -> bool:
+        raise error("planted")
+
+    barrier = guard(Scripted(raises))
+    logger.addFilter(raises_too)
+    try:
+        for _ in range(MAX_FAULTS + 1):
+            assert step(barrier) == [0, 0]
+        barrier._logged_at = -1e9
+        if error is ValueError:
+            barrier.log()
+    finally:
+        logger.removeFilter(raises_too)
+    assert barrier.counters.faults == {RAISED: MAX_FAULTS} and barrier.counters.switched_off
+
+
 def test_options_are_frozen() -> None:
     seen: list[Any] = []
 

@@ -77,6 +77,8 @@ class Faulty(Oracle):
                 raise RuntimeError("planted")
             case "writes":
                 batch.token_ids[0][0] = 1
+            case "writes through":
+                torch.from_numpy(batch.token_ids[0]).add_(1)
             case "too long":
                 return Draft(draft.token_ids, draft.num_draft + 9)
             case "blames":
@@ -141,6 +143,7 @@ def test_oracle() -> None:
 FAULTS = {
     "raises": ("It raised in 3 steps.", "RuntimeError: planted"),
     "writes": ("It raised in 3 steps.", "ValueError: assignment destination is read-only"),
+    "writes through": (f"{HERE}:Faulty wrote to batch.token_ids in ", ""),
     "too long": ("It returned nonsense in 3 steps.", "num_draft is outside of 0..max_num_draft"),
     "blames": ("It failed at the options of a request in ", "its text"),
     "keeps": ("Its kept still holds 16 of 16 requests that it was to forget.", ""),
@@ -153,7 +156,7 @@ def test_faults(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     violations, counters = checked("Faulty", fault=fault)
     words, cause = FAULTS[fault]
     assert violations[0].startswith(words) and cause in caplog.text
-    assert len(violations) == (1 if fault in ("keeps", "blames") else 2), "three faults switch it off"
+    assert len(violations) == (1 if fault in ("keeps", "blames", "writes through") else 2), "three faults switch it off"
     assert all(sentence.endswith(".") and "\n" not in sentence for sentence in violations)
     assert counters.accepted_tokens > 0, "the other steps count"
 

@@ -118,7 +118,8 @@ class Stage:
         sees_all = self.method.is_lookup and self.method.has_tenants and may_draft is None
         if sees_all or np.count_nonzero(max_tokens):
             draft, start = self.proposer.draft if self.method.is_lookup else self._begun, time.perf_counter()
-            drafts = guard.call(batch, lambda: draft(batch, prefix, max_tokens))
+            shown = guard.shown(batch, np.flatnonzero(max_tokens).tolist())
+            drafts = guard.call(batch, lambda: draft(shown, prefix, max_tokens))
             self.answer_ms = (time.perf_counter() - start) * 1000
         elif guard.has_to_forget:
             guard.call(batch, lambda: None)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -91,12 +92,13 @@ class FaultBarrier:
             return Draft.empty(batch.num_reqs)
         self.guard.observe(feedback if not self.forced else _without_forced(feedback, self.forced))
         sizes = self._max_num_draft, self._vocab_size
+        rows = np.arange(batch.num_reqs) if may_draft is None else np.flatnonzero(may_draft)
+        shown = self.guard.shown(batch, rows.tolist())
         if may_draft is None:
-            given, runs_target = for_proposer(batch), batch.target is not None
+            given, runs_target = for_proposer(shown), batch.target is not None
             draft = self.guard.call(batch, lambda: checked_draft(proposer.propose(given), limits, *sizes, runs_target))
         else:
-            rows = np.flatnonzero(may_draft)
-            draft = self.guard.call(batch, lambda: draft_of_rows(proposer, batch, rows, limits, *sizes))
+            draft = self.guard.call(batch, lambda: draft_of_rows(proposer, shown, rows, limits, *sizes))
         return Draft.empty(batch.num_reqs) if draft is None else draft
 
     def _activity(self) -> tuple[int, int]:
@@ -131,7 +133,8 @@ class FaultBarrier:
         now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
-            logger.info("Speculation so far: %s", self.net_totals().summary())
+            with suppress(Exception):  # a filter that a proposer has installed may raise
+                logger.info("Speculation so far: %s", self.net_totals().summary())
 
     def totals(self) -> Counters:
         self.counters.stages = getattr(self.proposer, "stage_counters", dict)()

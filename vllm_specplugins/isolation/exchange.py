@@ -56,13 +56,9 @@ def for_proposer(batch: DraftBatch) -> DraftBatch:
 def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -> DraftBatch:
     """Some requests of a batch for a proposer on the host, without target and offer."""
     token_ids = _views(batch.token_ids)
-    views = Views(token_ids[row] for row in rows)
-    if token_ids.places is not None:
-        addresses, lengths = token_ids.places
-        views.places = addresses[rows], lengths[rows]
     return DraftBatch(
         tuple(batch.request_ids[row] for row in rows),
-        views,
+        Views(token_ids[row] for row in rows),
         copy(max_num_draft),
         tuple(frozen(batch.options[row]) for row in rows),
     )

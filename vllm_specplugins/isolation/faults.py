@@ -5,6 +5,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class CircuitBreaker:
         if self.health.switched_off and self.clock() >= self._off_until:
             self.health.switched_off = False
             self._on_since = self.clock()
-            logger.warning("%s is tried again after a pause of %.0f s.", self.name, self.health.pause_s)
+            _warn("%s is tried again after a pause of %.0f s.", self.name, self.health.pause_s)
         return self.health.switched_off
 
     def record(self, fault: Fault, charged_to: Sequence[str]) -> None:
@@ -72,7 +73,7 @@ class CircuitBreaker:
             self.add_fault()
         if is_first:
             consequence = f"{len(charged_to)} requests get no more of its drafts" if charged_to else "requests go on"
-            logger.warning(
+            _warn(
                 "%s %s (%s); its drafts of this step are dropped, %s.", self.name, fault.kind, fault.cause, consequence
             )
 
@@ -87,13 +88,19 @@ class CircuitBreaker:
         health.switched_off = True
         health.times_switched_off += 1
         self._off_until = now + health.pause_s
-        logger.warning(
+        _warn(
             "%s failed %d times within %d steps and is switched off for %.0f s; requests continue without its drafts.",
             self.name,
             MAX_FAULTS,
             FAULT_WINDOW,
             health.pause_s,
         )
+
+
+def _warn(*sentence: object) -> None:
+    """Logs a warning, unless a filter or a handler that a proposer has installed raises."""
+    with suppress(BaseException):
+        logger.warning(*sentence)
 
 
 def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:

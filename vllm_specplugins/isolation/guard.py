@@ -18,6 +18,7 @@ from numpy.random import mtrand
 from vllm_specplugins.draft import DraftBatch, Feedback, Proposer
 from vllm_specplugins.isolation.exchange import feedback_for_proposer
 from vllm_specplugins.isolation.faults import HANGS, SLOW, CircuitBreaker, Fault, FaultCounters, fault_of, logger
+from vllm_specplugins.isolation.histories import Histories
 from vllm_specplugins.request_options import SETTINGS
 
 NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
@@ -57,6 +58,8 @@ class Guard:
         self._left_ms = budget_ms or 0.0  # that remain of this step
         self._thread = CallThread() if in_thread else None
         self._ends_process = ends_process
+        # The memory that a class of others sees.
+        self._histories = None if type(proposer).__module__.startswith("vllm_specplugins.") else Histories()
         self._known: set[str] = set()  # requests that the proposer has seen
         self._to_forget: list[str] = []  # seen requests that have ended
         self._set_aside: set[str] = set()  # requests that caused a fault
@@ -73,6 +76,8 @@ class Guard:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Makes the proposer forget these requests, if it has seen them, before its next call."""
+        if self._histories is not None:
+            self._histories.forget(request_ids)
         self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
         self._known.difference_update(request_ids)
         self._set_aside.difference_update(request_ids)
@@ -93,6 +98,10 @@ class Guard:
         if self._set_aside.isdisjoint(request_ids):
             return None
         return [request_id not in self._set_aside for request_id in request_ids]
+
+    def shown(self, batch: DraftBatch, rows: Sequence[int]) -> DraftBatch:
+        """Returns a batch whose arrays a class of others may write to, with the data of these rows alone."""
+        return batch if self._histories is None else self._histories.batch(batch, rows)
 
     def call(self, batch: DraftBatch, work: Callable[[], T]) -> T | None:
         """Returns the result of `work`; None if the proposer is switched off, still busy, or fails."""
@@ -208,8 +217,10 @@ class Guard:
 
 def end_all_ranks(name: str, fault: Fault) -> None:
     """Ends this process, and so all ranks, after a fault of a proposer that each of them runs."""
-    logger.error("%s %s (%s) on one of several ranks, which ends them all.", name, fault.kind, fault.cause)
-    os._exit(1)  # an orderly exit would wait for the other ranks
+    try:
+        logger.error("%s %s (%s) on one of several ranks, which ends them all.", name, fault.kind, fault.cause)
+    finally:  # a filter of the proposer may raise
+        os._exit(1)  # an orderly exit would wait for the other ranks
 
 
 def attempt(

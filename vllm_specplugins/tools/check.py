@@ -19,9 +19,18 @@ from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.device import DeviceTexts, checked_draft
-from vllm_specplugins.draft import PROTOCOL_VERSION, Feedback, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.draft import (
+    PROTOCOL_VERSION,
+    Draft,
+    DraftBatch,
+    Feedback,
+    Int32Array,
+    Proposer,
+    ProposerContext,
+)
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS, TRACEBACK, fault_of, logger
+from vllm_specplugins.isolation.histories import Histories
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.tools.progress import progress
@@ -44,6 +53,22 @@ class Trace:
     vocab_size: int
     max_model_len: int
     max_num_draft: int
+
+
+class Watched:
+    """A proposer whose histories are compared after each call. An engine reads its own, so a write costs only drafts,
+    but then the proposer reads wrong tokens, too."""
+
+    def __init__(self, proposer: Proposer):
+        self._proposer, self.num_writes = proposer, 0
+        self.observe, self.forget = proposer.observe, proposer.forget
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        copies = Histories().batch(batch, range(batch.num_reqs)).token_ids
+        try:
+            return self._proposer.propose(replace(batch, token_ids=copies))
+        finally:
+            self.num_writes += not all(map(np.array_equal, copies, batch.token_ids))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,9 +149,15 @@ def check(
         **{"tokenize": _no_tokenizer, **text},
     )
     proposer = build_proposer(config, context)
-    barrier = FaultBarrier(proposer, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
+    watched = Watched(proposer)
+    barrier = FaultBarrier(watched, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
     play(trace, barrier, advance)
     violations = [*_violations(proposer, barrier.counters, trace), *_on_device(config, context)]
+    if watched.num_writes:
+        custom: Any = config.method_config
+        violations.append(
+            f"{custom.proposer} wrote to batch.token_ids in {_steps(watched.num_writes)}, which are read-only."
+        )
     return violations, barrier.counters
 
 
@@ -134,7 +165,7 @@ def _violations(proposer: Proposer, counters: Counters, trace: Trace) -> Iterato
     """Faults by kind, of which the barrier has logged the first causes, and forgotten requests that it still holds."""
     for kind, count in counters.faults.items():
         did = "failed at the options of a request" if kind == CHARGED else kind
-        yield f"It {did} in {count} step{'s' * (count > 1)}."
+        yield f"It {did} in {_steps(count)}."
     if counters.times_switched_off:  # then it is not asked to forget, either
         yield f"It was switched off after {MAX_FAULTS} faults: an engine would have gone on without its drafts."
         return
@@ -143,6 +174,10 @@ def _violations(proposer: Proposer, counters: Counters, trace: Trace) -> Iterato
         entries = value if isinstance(value, dict | set | list | tuple) else ()
         if held := gone.intersection(entry for entry in entries if isinstance(entry, str)):
             yield f"Its {name} still holds {len(held)} of {len(gone)} requests that it was to forget."
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
 
 
 def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:

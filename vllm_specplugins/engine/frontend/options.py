@@ -220,8 +220,8 @@ MAX_ABANDONED = 8  # checks that have not returned; each still takes turns of th
 
 class OptionChecks:
     """Runs the `check_options` functions of proposers, which raise to refuse options. A check is a user's code on a
-    client's data, so it runs in a thread. A check that hangs delays its request by `budget_ms` ms, and other requests
-    not at all."""
+    client's data, so it runs in a thread. A check that hangs delays its request by `budget_ms` ms. One call in C that
+    holds the GIL, such as a regular expression's, delays all requests until it returns."""
 
     def __init__(self, checks: Sequence[OptionCheck], budget_ms: float):
         self._checks = checks
