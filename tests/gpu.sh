@@ -20,7 +20,7 @@ fi
 report=${2:-gpu-report.md} ends=$((SECONDS + 60 * ${1:-40} - ${SPENT:-0}))
 models=${MODELS:-$report.models} call=${CALL:-}
 [[ -n $call || -n $dry_run ]] || ((${1:-40} > 15)) || call=12
-title= command= began=0 program= output=
+title= command= began=0 program= output= became=
 export SPECPLUGINS_RUNNER=v2 VLLM_USE_V2_MODEL_RUNNER=1 VLLM_NO_USAGE_STATS=1
 outcomes=()
 
@@ -40,7 +40,8 @@ end_part() {
 # part TITLE SECONDS COMMAND...: a Python program with a limit, which is interrupted, so that it still says what it
 # knows, and killed later.
 part() {
-    local limit=$2 left=$((ends - SECONDS)) became=done status
+    local limit=$2 left=$((ends - SECONDS)) status
+    became=done
     [[ $1 =~ ${PARTS:-.} ]] || return 0
     title=$1 command=${*:3} began=$SECONDS
     say "" "## $title" "" "\`python $command\`" "" '```'
@@ -123,6 +124,8 @@ second_call() {
     local quick=(--rate "" --rounds 1 --output-len 96 --engine-args "$config")
     imports
     forced_trace "" 240 --batch 32,1 "${quick[@]}"
+    # An engine that does not start ends the trace: the other arm is tried by itself.
+    [[ $became == done ]] || forced_trace ", prompt_lookup alone" 150 --batch 32,1 "${quick[@]}" --methods prompt_lookup
     [[ -z ${MENDED:-} ]] || part "Graph smoke: $MENDED" 60 tests/gpu/smoke.py "$MENDED"
     ((ends - SECONDS < 70)) || forced_trace ", 15 drafts" 90 --batch 32 "${quick[@]}" --methods ngram_gpu:15
 }

@@ -35,25 +35,28 @@ class Lacking:
         return None if name.partition(".")[0] in LACKING else self._finder.find_spec(name, path, target)
 
 
-def import_all() -> int:
-    """The number of modules of the package."""
-    from vllm import LLM, SamplingParams  # noqa: F401
-
-    for name in ("forced_trace", "smoke", "start", "vllm.v1.worker.gpu.model_runner"):
-        importlib.import_module(name)
+def import_all() -> tuple[int, list[str]]:
+    """The number of modules, and why some of them cannot be imported."""
     found = pkgutil.walk_packages(vllm_specplugins.__path__, "vllm_specplugins.")
     names = [module.name for module in found if not module.name.endswith("__main__")]
+    names += ["vllm.entrypoints.llm", "vllm.v1.worker.gpu.model_runner", "forced_trace", "smoke", "start"]
+    problems = []
     for name in names:
-        importlib.import_module(name)
-    return len(names)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+    return len(names), problems
 
 
 def main() -> int:
     if lacking := "--lacking" in sys.argv:
         sys.meta_path[:] = [Lacking(finder) for finder in sys.meta_path]
-    print(f"{import_all()} modules of the package are imported from {vllm_specplugins.__path__[0]}", flush=True)
-    if not lacking:
-        return 0
+    number, problems = import_all()
+    print(f"{number - len(problems)} of {number} modules are imported, from {vllm_specplugins.__path__[0]}", flush=True)
+    print(*problems, sep="\n", flush=True)
+    if problems or not lacking:
+        return bool(problems)
     import pytest
 
     os.environ |= {"SPECPLUGINS_RUNNER": "v2", "SPECPLUGINS_TESTS": "all"}

@@ -30,8 +30,18 @@ shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$brought/m
 unpack >>"$log" 2>&1 || echo "Not all could be unpacked; the calls go on with what is there." | tee -a "$log"
 # Numba's functions, in 40 s, beside the first engine's start, which waits for the GPU.
 [[ -n ${dry_run[*]} ]] || CUDA_VISIBLE_DEVICES= "$python" tests/gpu/imports.py >>"$log" 2>&1 &
-export MODELS=${MODELS:-$(mktemp -d)} CALL=$call SPENT=$SECONDS SKIP_INSTALL=1
-trap 'cp "$MODELS"/*-bench.json "$out" 2>/dev/null; kill $(jobs -p) 2>/dev/null' EXIT
+export TMPDIR=$(mktemp -d) CALL=$call SPENT=$SECONDS SKIP_INSTALL=1
+export MODELS=$TMPDIR/models
+mkdir "$MODELS"
+
+# Figures, and the logs of engines that did not start.
+bring_back() {
+    cp "$MODELS"/*-bench.json "$out"
+    tail -n 300 "$TMPDIR"/specplugins-*/*.log >>"$log"
+    kill $(jobs -p)
+    rm -rf "$TMPDIR"
+}
+trap 'bring_back 2>/dev/null' EXIT
 if [[ -n ${dry_run[*]} ]]; then
     bash tests/gpu.sh --dry-run "$out/report.md"
 else
