@@ -28,7 +28,7 @@ GENERATED = ("commands.md", "metrics.md", "proposer-api.md", "configuration.md")
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if "```" in page.read_text() and page.name not in GENERATED and page.parent.name != "research"
+    if "```" in page.read_text() and page.name not in GENERATED and page.parent.name not in ("research", "upstream")
 ]
 STAND_IN = """#!{python}
 import json, os, sys
