@@ -272,7 +272,7 @@ def _replay(add: Add) -> None:
     published = "llama-2-7b or llama-3.1-8b on an H100"
     words = f"step times: {published}, MS:MS_A_TOKEN, or a file from `bench`"
     add("--costs", words, default="llama-2-7b", metavar="COSTS")
-    words = "the model runner whose rules choose the lengths of drafts; GPUs have v2"
+    words = "the model runner that chooses the lengths of drafts; GPUs have v2"
     add("--runner", words, default="v2", choices=("v1", "v2"))
     add("--draft-us", "drafting time per request and step, in us", positive, shown="measured here")
     add("--json", "file for the figures", Path)
