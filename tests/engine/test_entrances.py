@@ -4,14 +4,18 @@ No engine runs here; test_suffix_lookup.py sends such requests to one."""
 import json
 import logging
 import socket
+import threading
+import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bad_options import known
 from conftest import RUNNER
+from prometheus_client import CollectorRegistry
 from test_intake import TEXT, Configured, Sizes
 from vllm import PoolingParams, SamplingParams, envs
 from vllm.v1.engine import EngineCoreRequest
@@ -20,8 +24,10 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend.entrances import _with_checked_options, check_front_end
 from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options, sealed
-from vllm_specplugins.engine.metrics.export import port_of, shown_on
+from vllm_specplugins.engine.metrics import port as metrics_port
+from vllm_specplugins.engine.metrics.export import shown_on
 from vllm_specplugins.engine.metrics.names import key
+from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -139,27 +145,66 @@ def test_tenants() -> None:
     assert arrived(core(method="prompt_lookup"), request(salt="a")) == {}
 
 
-def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a port shows no report, or a second engine ends because the port is taken."""
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    vllm_config = core(method="prompt_lookup").vllm_config
-    assert port_of(vllm_config) == 0
+        port: int = free.getsockname()[1]
+    return port
+
+
+def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a port shows no report, listens for other hosts unasked, or a second engine ends because the port is
+    taken."""
+    vllm_config, port = core(method="prompt_lookup").vllm_config, free_port()
+    assert address_of(vllm_config) is None
     monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", str(port))
-    assert port_of(vllm_config) == port
-    show = shown_on(port, vllm_config)
+    address = address_of(vllm_config)
+    assert address == ("127.0.0.1", port)
+    show = shown_on(address, vllm_config)
     for _ in range(2):
         show({key("num_accepted_tokens", "0 prompt_lookup"): 3})
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     labels = 'engine="0",method="prompt_lookup",model_name="demo",stage="0 prompt_lookup"'
     assert f"vllm:specplugins_num_accepted_tokens_total{{{labels}}} 6.0" in text
-    shown_on(port, vllm_config)({key("num_accepted_tokens", "0 prompt_lookup"): 3})
-    assert f"cannot listen on port {port}" in caplog.text
-    for bad in ("http", "-1", "70000", "9" * 5000):
+    shown_on(address, vllm_config)({key("num_accepted_tokens", "0 prompt_lookup"): 3})
+    assert f"cannot listen on 127.0.0.1:{port}" in caplog.text
+    for host in ("0.0.0.0", "[::1]", "localhost"):
+        monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", f"{host}:{port}")
+        assert str(address_of(vllm_config)) == f"{host}:{port}"
+    for bad in ("http", "-1", "70000", "9" * 5000, ":9400", "0.0.0.0:", "http://host:1/metrics"):
         monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", bad)
-        with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_METRICS_PORT must be an integer from 0 to 65535"):
+        with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_METRICS_PORT must be a port from 0 to 65535, or HOST"):
             check_front_end(vllm_config)
+
+
+def test_scrapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a text that each scrape makes anew in the engine's process; a thread for each connection that says
+    nothing; idle connections that keep a scraper out for ever."""
+    monkeypatch.setattr(metrics_port._Handler, "timeout", 0.5)
+    made, address = list[int](), metrics_port.Address("127.0.0.1", free_port())
+    monkeypatch.setattr(metrics_port, "generate_latest", lambda registry: made.append(1) or b"metrics")
+    metrics_port.serve(CollectorRegistry(), address)
+
+    def scrape() -> bytes:
+        with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+            text: bytes = answer.read()
+        return text
+
+    began = time.monotonic()
+    assert {scrape() for _ in range(30)} == {b"metrics"} and len(made) <= 1 + time.monotonic() - began
+    num_threads = threading.active_count()
+    idle = [socket.create_connection(address) for _ in range(100)]
+    time.sleep(0.1)
+    assert threading.active_count() <= num_threads + metrics_port.MAX_CONNECTIONS
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(OSError):
+            assert scrape() == b"metrics"
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for connection in idle:
+        connection.close()
 
 
 def test_the_front_end_in_rust_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

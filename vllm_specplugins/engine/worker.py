@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.emitted import EMITTED
 from vllm_specplugins.engine.hooks import replaced
-from vllm_specplugins.engine.metrics.export import port_of, shown_on
+from vllm_specplugins.engine.metrics.export import shown_on
+from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -59,8 +60,8 @@ class _WithProposer:
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
         runner.attach(self.model_runner, self._barrier)
         method = self.vllm_config.speculative_config.plugin_config.method
-        port = gives_output() and port_of(self.vllm_config)
-        show = shown_on(port, self.vllm_config) if port else None
+        address = address_of(self.vllm_config) if gives_output() else None
+        show = shown_on(address, self.vllm_config) if address else None
         self._reporter = Reporter(self._barrier, method, show=show)
         self._reports = bool(show) or self.vllm_config.ec_transfer_config is None  # see metrics/report.py
 

@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 
 from vllm_specplugins.engine.frontend.options import OptionsResolver, Resolved, is_none
 from vllm_specplugins.engine.hooks import wrap
-from vllm_specplugins.engine.metrics.export import port_of
+from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.isolation.faults import cause_text
 from vllm_specplugins.methods import has_tenants
 from vllm_specplugins.request_options import REFERENCE, TENANT, Options, flat_options, read_options
@@ -62,7 +62,7 @@ class EngineOptions(OptionsResolver):
 
 def check_front_end(vllm_config: VllmConfig) -> None:
     """Logs the limits of vLLM's Rust front end. Raises ConfigError if the port of our metrics is invalid."""
-    port_of(vllm_config)
+    address_of(vllm_config)
     if envs.VLLM_USE_RUST_FRONTEND and vllm_config.parallel_config._api_process_rank == -1:  # `vllm serve` starts it
         logger.warning(RUST)
 

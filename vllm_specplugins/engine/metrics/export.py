@@ -3,25 +3,23 @@ worker. The metrics use vLLM's classes (prometheus_client's, or Ray's). Reports 
 may each receive the reports of some steps."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
-from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.names import FORMER, HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
+from vllm_specplugins.engine.metrics.port import Address, serve
 from vllm_specplugins.isolation.faults import CAUSES, cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
 _OF_SOME_STAGES = ("store_bytes", "stored_outputs", "stored_tokens")
-_PORT = "VLLM_SPECPLUGINS_METRICS_PORT"
 _VERBS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 
@@ -65,16 +63,7 @@ class Exporter:
         return self._series[engine, series]
 
 
-def port_of(vllm_config: VllmConfig) -> int:
-    """The port on which an engine's process exports our metrics: the environment variable plus the engine's index; 0 if
-    vLLM's front end exports them. Raises ConfigError for an invalid port."""
-    text, engine = os.environ.get(_PORT) or "0", vllm_config.parallel_config.data_parallel_index
-    if not (text.isdecimal() and len(text) < 6 and int(text) + engine < 1 << 16):
-        raise ConfigError(f"{_PORT} must be an integer from 0 to 65535, not {brief(text)}.")
-    return int(text) and int(text) + engine
-
-
-def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]], None]:
+def shown_on(address: Address, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]], None]:
     """Serves our metrics on a port of this process, and returns the function that accepts a worker's reports."""
     registry, engine = CollectorRegistry(), vllm_config.parallel_config.data_parallel_index
     kinds = {"_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram}
@@ -82,10 +71,10 @@ def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]]
     labels = {engine: [vllm_config.model_config.served_model_name, str(engine)]}
     exporter = Exporter(vllm_config, SimpleNamespace(**made, per_engine_labelvalues=labels))
     try:
-        start_http_server(port, registry=registry)
-        logger.info("Metrics of vllm-specplugins are on http://0.0.0.0:%d/metrics.", port)
+        serve(registry, address)
+        logger.info("Metrics of vllm-specplugins are on http://%s/metrics.", address)
     except OSError as error:
-        logger.error("Metrics are not exported: the engine cannot listen on port %d (%s).", port, error)
+        logger.error("Metrics are not exported: the engine cannot listen on %s (%s).", address, error)
     return partial(exporter.record, engine=engine)
 
 
