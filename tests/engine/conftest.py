@@ -116,7 +116,7 @@ def launches_are_checked() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=RUNNER == "v2")
 def whole_drafts() -> Iterator[None]:
     """Schedulers ask for K tokens: what a step takes says nothing in an interpreter."""
-    from vllm_specplugins.engine.v2 import scheduler
+    from vllm_specplugins.gate import common_length
     from vllm_specplugins.gate.step_times import StepTimes
 
     class Whole(StepTimes):
@@ -124,7 +124,7 @@ def whole_drafts() -> Iterator[None]:
             return self.lengths[-1]
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(scheduler, "StepTimes", Whole)
+        patches.setattr(common_length, "StepTimes", Whole)
         yield
 
 

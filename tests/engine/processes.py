@@ -3,7 +3,8 @@
     python processes.py '[PROMPTS, {NAME: ARGUMENTS OF LLM, ...}]'
 
 Arguments of ours beside vLLM's: "adapters", folders that requests run in turn, after one without; "samples": also say
-what seeded requests get at temperature 0.9; "ends": what becomes of a planted fault, a name in ENDS.
+what seeded requests get at temperature 0.9; "switched": also say what requests get while drafting is switched off and
+on; "ends": what becomes of a planted fault, a name in ENDS.
 
 Importing vLLM takes longer than all that they do. So an engine's process is forked from one that has imported it, and
 is given its arguments pickled, as where vLLM spawns it; workers are forked from the engine's, as by vLLM on GPUs.
@@ -102,8 +103,55 @@ def end_of(llm: LLM, prompts: list[list[int]], fault: str) -> dict[str, Any]:
     return {"steps": steps, "end": end, "seconds": time.perf_counter() - start}
 
 
+def thrown(llm: LLM, prompts: list[list[int]], throws: int = 10) -> dict[str, Any]:
+    """Answers by prompt while drafting is switched off and on, which are asked for again and again; how many were asked
+    for; draft tokens that were verified while drafting was off, and on, but for steps that may have begun before."""
+    engine, num_asked, answers = llm.llm_engine, 0, [list[list[int]]() for _ in prompts]
+    counts, is_on = {False: 0, True: 0}, True
+
+    def ask(index: int) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        engine.add_request(f"{num_asked}:{index}:", {"prompt_token_ids": prompts[index]}, params(index, 0.0))
+
+    def step(asks: bool = True) -> None:
+        for output in engine.step():
+            if output.finished:
+                index = int(output.request_id.split(":")[1])
+                answers[index].append(list(output.outputs[0].token_ids))
+                if asks:
+                    ask(index)
+
+    def drafted_after(num_steps: int) -> int:
+        """Verified draft tokens once all requests have taken so many steps."""
+        last = None
+        while True:
+            [stats, *_] = llm.collective_rpc("specplugins_stats")
+            last = stats["request_steps"] if last is None else last
+            if stats["request_steps"] >= last + num_steps * len(prompts):
+                return int(stats["drafted_tokens"])
+            step()
+
+    for index in range(len(prompts)):
+        ask(index)
+    for _ in range(throws):
+        is_on = not is_on
+        states = llm.collective_rpc("specplugins_gate", args=("auto" if is_on else "none",))
+        assert len(states) == 2 and len(set(states)) == 1
+        counts[is_on] -= drafted_after(4)
+        counts[is_on] += drafted_after(2)
+    while engine.has_unfinished_requests():
+        step(asks=False)
+    return {"answers": answers, "num_asked": num_asked, "off": counts[False], "on": counts[True]}
+
+
 def serve(
-    prompts: list[list[int]], arguments: dict[str, Any], adapters: list[str], samples: bool, ends: str | None
+    prompts: list[list[int]],
+    arguments: dict[str, Any],
+    adapters: list[str],
+    samples: bool,
+    switched: bool,
+    ends: str | None,
 ) -> dict[str, Any]:
     """Of one engine."""
     llm = LLM(**arguments)
@@ -115,6 +163,8 @@ def serve(
             found["drafted"], found["accepted"] = (values[name] for name in COUNTED)
         if samples:
             found["sampled"] = outputs(llm, prompts, adapters, temperature=0.9)
+        if switched:
+            found["thrown"] = thrown(llm, prompts)
         return found | (end_of(llm, prompts, ends) if ends else {})
     finally:
         if not ends:  # or else it has shut itself down
@@ -147,7 +197,7 @@ def tell(prompts: list[list[int]], runs: dict[str, dict[str, Any]]) -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     for name, arguments in runs.items():
-        own = {"adapters": [], "samples": False, "ends": None}
+        own = {"adapters": [], "samples": False, "switched": False, "ends": None}
         own |= {key: arguments.pop(key) for key in own.keys() & arguments.keys()}
         try:
             if arguments.get("data_parallel_size", 1) > 1:

@@ -71,6 +71,25 @@ def test_all_layers_accept_everything(
     assert outputs == plain and accepted == drafted >= len(prompts) * (NUM_TOKENS - 1) * 4 // 5
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED and not ALL, reason="SPECPLUGINS_TESTS=all: as on V1")
+@pytest.mark.parametrize("stages", [(), ("prompt_lookup", {"method": "early_exit", "exit_layer": EXIT_LAYER})])
+def test_default_length(engine: Any, prompts: Outputs, plain: Outputs, stages: Any) -> None:
+    """A server with LoRA whose tokens and requests have the ratio of vLLM's defaults for GPUs, in a batch of both
+    adapters and none. Fails if it does not start, or if K is not the largest that vLLM allows."""
+    config = {"method": "cascade", "stages": list(stages)} if stages else {"method": "prompt_lookup"}
+    llm = engine(
+        {**config, "gate": "off"},
+        model=str(checkpoint("llama")),
+        skip_tokenizer_init=True,
+        **WITH_ADAPTERS,
+        **{"max_num_seqs": 16, "max_num_batched_tokens": 128},
+    )
+    assert llm.llm_engine.vllm_config.num_speculative_tokens == 7
+    outputs, drafted, _ = counted(llm, lambda: generate(llm, prompts))
+    assert outputs == plain and drafted > 0
+
+
 CASCADE = {
     "method": "cascade",
     "num_speculative_tokens": 4,

@@ -8,17 +8,17 @@ from typing import Any
 
 import newest_vllm
 import pytest
+import vllm_names
 from conftest import RUNNER
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.built_in import refuse_second_owner, speculative_config_of
-from vllm_specplugins.engine.frontend import plugin
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.parsing import parse_config
 
-FLAGS = ("spec_method", "spec_model", "spec_tokens")
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+FOR_V1 = ("engine/v1/", "engine/harness/forced.py")  # the latter has a class for each runner
 WHEEL_VERSION = "0.33.0"  # has no CPU build yet: its source is read, not imported
 
 
@@ -38,7 +38,18 @@ def installed() -> Path:
 
 
 def test_installed_version() -> None:
-    assert compat.probe_installed() == ()
+    assert [compat.probe_installed(runner) for runner in (None, "v1", "v2")] == [()] * 3
+
+
+def test_names_of_a_runner() -> None:
+    """Fails if a name of V1 alone is wanted where V2 runs, or the other way round."""
+    sizes = dict.fromkeys((None, "v1", "v2"), 0)
+    for file, names in compat.names().items():
+        sizes[compat.runner_of(file)] += len(names)
+    assert sizes["v1"] > 100 and sizes["v2"] > 200, sizes
+    for use in vllm_names.uses():  # where an object may be either's, a name for V1 stands beside one for V2
+        if not use.where.startswith(FOR_V1):
+            assert {compat.runner_of(file) for file, _ in use.names} != {"v1"}, use
 
 
 @pytest.mark.slow
@@ -115,26 +126,19 @@ def test_the_next_version_runs(next_vllm: Path) -> None:
     )
 
 
-def test_the_next_version_moves_a_name(
-    next_vllm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Kills: an engine that ends, or pages of log, where vLLM has moved what we use."""
+def test_the_next_version_moves_a_name(next_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: pages of log where vLLM has moved what we use; V1 that is switched off by what V2 alone uses."""
     for name in ("class DraftTokensHandler", "class RejectionSampler", "class AdaptiveVerificationManager"):
         for path in (next_vllm / "v1/worker/gpu/spec_decode").glob("*.py"):
             path.write_text(path.read_text().replace(name, name + "Moved"))
     monkeypatch.setattr(compat, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[next_vllm]))
     monkeypatch.setattr(compat, "probe_installed", compat.probe_installed.__wrapped__)
-    args = SimpleNamespace(speculative_config={"method": "prompt_lookup"}, **dict.fromkeys(FLAGS))
-
-    def create(self: Any) -> str:
-        assert self.speculative_config is None
-        return "vLLM's configuration"
-
-    with caplog.at_level("ERROR", "vllm.specplugins"):
-        assert plugin._engine_config(create, args) == "vLLM's configuration"
-    [sentence] = caplog.messages
-    assert sentence.startswith("vllm-specplugins does not support this vLLM (vllm/v1/worker/gpu/spec_decode/")
-    assert sentence.endswith("serving without speculative decoding.") and sentence.count("missing") == 1
+    compat.check_installed()
+    compat.check_installed("v1")
+    with pytest.raises(compat.NotSupportedError) as error:
+        compat.check_installed("v2")
+    sentence = str(error.value)
+    assert sentence.startswith("vllm/v1/worker/gpu/spec_decode/") and sentence.count("missing") == 1
 
 
 def test_second_owner_of_lengths(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     jump = {**write_head(folder / "jump", HALF, HALF, 0.0), **COUPLED}
     made: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
         "plain": (None, {}),
-        "prompt_lookup": (PROMPT_LOOKUP, SAMPLES),
+        "prompt_lookup": (PROMPT_LOOKUP, {**SAMPLES, "switched": True}),
         "all layers": ({**early_exit(NUM_LAYERS), **COUPLED}, {**SAMPLES, **TO_THE_END}),
     }
     if OF_V1_TOO:  # as on V1, and minutes in the interpreter
@@ -88,6 +88,16 @@ def test_two_ranks(results: Results, name: str) -> None:
     stats = of(results, name)["stats"]
     assert len(stats) == 2
     assert stats[0]["accepted_tokens"] > 10
+
+
+def test_two_ranks_and_the_switch(results: Results) -> None:
+    """specplugins_gate, thrown ten times while requests run. Fails if a request is lost or gets other tokens, if
+    anything is drafted while drafting is off, or nothing after it is on again."""
+    thrown = of(results, "prompt_lookup")["thrown"]
+    for answers, expected in zip(thrown["answers"], results["plain"]["outputs"], strict=True):
+        assert answers and all(answer == expected for answer in answers)
+    assert sum(map(len, thrown["answers"])) == thrown["num_asked"]
+    assert thrown["off"] == 0 < thrown["on"], thrown
 
 
 @pytest.mark.parametrize("name", OF_STATES)

@@ -113,7 +113,8 @@ print("OUT", sorted(changes(before, snapshot())))
 
 @ONCE
 def test_switched_off() -> None:
-    """VLLM_SPECPLUGINS_DISABLE=1: nothing is changed but that our names are refused, in a sentence of ours."""
+    """VLLM_SPECPLUGINS_DISABLE=1: nothing is changed but that our methods are left out. Fails if a server that names
+    one does not start (it would start again and again)."""
     code = (
         IMPORT_EVERYTHING
         + """
@@ -122,20 +123,18 @@ vllm_specplugins.register(); vllm_specplugins.register()
 print("OUT", sorted(".".join(key) for key in changes(before, snapshot())))
 print("OUT", type(engine_config(dict(NGRAM)).speculative_config).__name__)
 for arguments in {"speculative_config": {"method": "prompt_lookup"}}, {"spec_method": "cascade"}:
-    try:
-        engine_config(**arguments)
-    except Exception as error:
-        print("OUT", type(error).__name__, error)
+    print("OUT", engine_config(**arguments).speculative_config)
 """
     )
     done = python(code, VLLM_SPECPLUGINS_DISABLE="1")
-    sentence = "method must be one of vLLM's while VLLM_SPECPLUGINS_DISABLE is set, not"
+    sentence = "VLLM_SPECPLUGINS_DISABLE switches vllm-specplugins off; serving without speculative decoding."
     assert results(done) == [
         "['vllm.engine.arg_utils.EngineArgs.create_engine_config']",
         "SpeculativeConfig",
-        f"ConfigError speculative_config: {sentence} 'prompt_lookup'.",
-        f"ConfigError speculative_config: {sentence} 'cascade'.",
+        "None",
+        "None",
     ], done.stderr[-3000:]
+    assert (done.stdout + done.stderr).count(sentence) == 2
 
 
 def test_nothing_stays_swapped(engine: Any) -> None:
@@ -315,7 +314,8 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A failing probe: one sentence, and vLLM goes on without us; bad input is still refused."""
-    monkeypatch.setattr(compat, "probe_installed", lambda: ("vllm/x.py: Y is missing; supported is vLLM >=0.32",))
+    problem = "vllm/x.py: Y is missing; supported is vLLM >=0.32"
+    monkeypatch.setattr(compat, "probe_installed", lambda runner=None: (problem,))
     with caplog.at_level(logging.ERROR, "vllm.specplugins"):
         assert engine_config(PROMPT_LOOKUP).speculative_config is None
     assert [record.message for record in caplog.records] == [

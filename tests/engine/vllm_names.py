@@ -132,6 +132,7 @@ _OF_OTHERS: dict[str, str] = {
     "builtins": "str bytes int float list dict set tuple type property BaseException UnicodeDecodeError",
     "types": "FunctionType CodeType ModuleType FrameType",
     "ast": "AST Name Attribute alias FunctionDef ImportFrom ClassDef arguments arg Module Constant keyword stmt Store",
+    "argparse": "ArgumentParser",
     "asyncio": "AbstractEventLoop",
     "collections": "deque",
     "concurrent.futures": "Future",

@@ -98,17 +98,34 @@ def test_refused_with_a_model() -> None:
     arguments = ("--model", str(DEMO_MODEL), "--speculative-config", config)
     status, report, error = doctor(*arguments, VLLM_SPECPLUGINS_DISABLE="1")
     assert (status, error, report["served"]) == (1, "", False)
-    assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE switches it off"
+    assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE switches it off: vLLM would serve without speculation"
     assert json.loads(report["ready"]) == {"method": "prompt_lookup"}, "a ready value is one that is allowed"
 
 
 def test_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a traceback, or pages of names, with a vLLM that is not supported."""
-    monkeypatch.setattr(compat, "probe_installed", lambda: ("vllm/a.py: B is missing", "vllm/c.py: D is missing"))
+    missing = "vllm/a.py: B is missing", "vllm/c.py: D is missing"
+    monkeypatch.setattr(compat, "probe_installed", lambda runner=None: missing)
     monkeypatch.setitem(sys.modules, "vllm.config.speculative", None)
     monkeypatch.setitem(sys.modules, "vllm.triton_utils", None)
     [sentence] = [finding.value for finding in diagnose(None, str(DEMO_MODEL)) if finding.state == PROBLEM]
     assert sentence.startswith("vllm/a.py: B is missing (and 1 more of ") and "without speculation" in sentence
+
+
+@pytest.mark.parametrize("length", [None, 31])
+def test_arguments_of_the_server(length: int | None) -> None:
+    """Kills: another K, or another verdict, than the start of the server with LoRA."""
+    config = {"method": "prompt_lookup"} | ({"num_speculative_tokens": length} if length else {})
+    arguments = ("--model", str(DEMO_MODEL), "--speculative-config", json.dumps(config), "--")
+    serve = ("--enable-lora", "--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--port", "80")
+    status, report, _ = doctor(*arguments, *serve)
+    findings = {finding["name"]: finding["value"] for finding in report["findings"]}
+    if length:
+        assert status == 1 and findings["model"].startswith(
+            "prompt_lookup: max_num_batched_tokens must be at least 2048"
+        )
+    else:
+        assert status == 0 and findings["draft"].startswith("at most 7 tokens")
 
 
 def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,8 @@ def with_length_for_target(config: SpecConfig, num_heads: Callable[[str], int], 
 
 
 def shortened(config: SpecConfig, length: int) -> SpecConfig:
-    """A copy with this K, which also limits the K of each stage."""
-    lengths = [min(stage.num_speculative_tokens or length, length) for stage in config.stages]
+    """A copy with this K, which also limits the K of each stage that has one."""
+    lengths = [stage.num_speculative_tokens and min(stage.num_speculative_tokens, length) for stage in config.stages]
     stages = [replace(stage, num_speculative_tokens=num) for stage, num in zip(config.stages, lengths, strict=True)]
     config = replace(config.with_length(length), says_length=True)
     return config.with_stages(stages) if stages else config

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 from vllm_specplugins.engine.metrics.steps import STEPS, StepWatch
+from vllm_specplugins.engine.switch import Switched
 
 EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by position
 VERIFIED = "specplugins_num_verified"  # attribute of ModelRunnerOutput: verified draft tokens, if drafts were trimmed
@@ -16,10 +17,8 @@ VERIFIES = "specplugins_verifies"  # attribute of SchedulerOutput: the draft len
 _BY_POSITION = "num_accepted_tokens_per_pos"
 
 
-class CountsEmitted:
+class CountsEmitted(Switched):
     """A mixin for vLLM's schedulers."""
-
-    requests: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -89,7 +88,7 @@ class CountsEmitted:
         return result
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        super()._update_after_schedule(scheduler_output)
         self._sent = self._emitted
         setattr(scheduler_output, EMITTED, self._sent)
         setattr(scheduler_output, STEPS, self._watch.taken())

@@ -2,6 +2,7 @@
 are replaced only while a runner is built; other functions are set on that runner. Lasting patches of vLLM have the kind
 "patch" in vllm_api/replaced.toml."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.emitted import EMITTED
+from vllm_specplugins.engine.frontend.fallback import check_choice
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.metrics.export import shown_on
 from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
+from vllm_specplugins.engine.switch import NONE, checked_mode, is_off
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import cause_text, fault_of
 from vllm_specplugins.isolation.guard import end_all_ranks
@@ -47,6 +50,8 @@ class _WithProposer:
     vllm_config: "VllmConfig"
     use_v2_model_runner: bool
     model_runner: Any
+    speculative_config: Any
+    device: Any
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
@@ -55,6 +60,9 @@ class _WithProposer:
             from vllm_specplugins.engine.v1 import runner as runner  # type: ignore[no-redef]
         with runner.while_built(self.vllm_config):
             super().init_device()  # type: ignore[misc]
+        if not runner.is_known(self.model_runner):
+            self._become_plain()
+            return
         speculator = getattr(self.model_runner, "speculator", None)
         build = getattr(getattr(speculator, "specplugins", speculator), "new_proposer", None)
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
@@ -64,6 +72,17 @@ class _WithProposer:
         show = shown_on(address, self.vllm_config) if address else None
         self._reporter = Reporter(self._barrier, method, show=show)
         self._reports = bool(show) or self.vllm_config.ec_transfer_config is None  # see metrics/report.py
+
+    def _become_plain(self) -> None:
+        """Replaces a runner of a class that we do not know by one without speculation, and this worker by vLLM's."""
+        kind = type(self.model_runner)
+        problem = f"vllm-specplugins does not know vLLM's model runner {kind.__name__}"
+        check_choice(problem)
+        logger.error("%s; serving without speculative decoding.", problem)
+        self.vllm_config = alone = copy.copy(self.vllm_config)
+        alone.speculative_config = self.speculative_config = None
+        self.model_runner = kind(self.vllm_config, self.device)
+        self.__class__ = type(type(self).__name__, (_Plain, *type(self).__bases__[1:]), {})  # type: ignore[assignment]
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
@@ -90,6 +109,7 @@ class _WithProposer:
             self._barrier.totals()  # begins to copy the device's counts
             self._barrier.settle()
         self._reporter.steps.add(getattr(scheduler_output, STEPS, {}))
+        self._reporter.is_off = is_off(scheduler_output)
         if output is None or not is_idle or not self._reports:
             return output
         return self._reporter.attach(output, is_last=True)
@@ -134,6 +154,11 @@ class _WithProposer:
         """Decoding steps by shape, and those without a draft by reason (metrics/steps.py), for `LLM.collective_rpc`."""
         return self._reporter.steps.rows()
 
+    def specplugins_gate(self, mode: str) -> str:
+        """Switches all drafting of a running engine off ("none") or on ("auto"), for `LLM.collective_rpc` and POST
+        /collective_rpc; see engine/switch.py. Raises ValueError for another mode."""
+        return checked_mode(mode, self.vllm_config.parallel_config.data_parallel_size)
+
     def specplugins_paused(self, ms: float) -> None:
         """Subtracts a pause of the engine from the gate's step times, for `LLM.collective_rpc`."""
         self._barrier.paused_ms += ms
@@ -165,6 +190,13 @@ def _ends_other_ranks() -> Iterator[None]:
         if not gives_output():
             end_all_ranks("A step", fault_of(error, ()))
         raise
+
+
+class _Plain:
+    """vLLM's worker, which tells that it does not draft."""
+
+    def specplugins_gate(self, mode: str) -> str:
+        return NONE
 
 
 def gives_output() -> bool:

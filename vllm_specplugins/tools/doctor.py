@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 if vLLM would serve the configuration, otherwise 1."""
     raw = args.speculative_config
     with quiet():
-        findings = diagnose(raw, args.model)
+        findings = diagnose(raw, args.model, args.serve)
     problems = [finding.name for finding in findings if finding.state == PROBLEM]
     ready = json.dumps(READY if raw is None or problems else raw, separators=(",", ":"))
     if args.json:

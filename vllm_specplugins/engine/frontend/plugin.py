@@ -2,12 +2,13 @@
 pass calls with other methods to vLLM unchanged; all other changes (vllm_api/replaced.toml) follow a call with ours."""
 
 import logging
-import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, SpecConfig, brief, did_you_mean
 from vllm_specplugins.custom import registrations
+from vllm_specplugins.engine.frontend import fallback
 from vllm_specplugins.engine.frontend.scheduling import vllm_methods
 from vllm_specplugins.engine.hooks import replaced, sentence_instead_of_traceback, wrap
 from vllm_specplugins.engine.vllm_api import compat
@@ -19,7 +20,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def install() -> None:
-    """Wraps EngineArgs, once per process. With VLLM_SPECPLUGINS_DISABLE=1 it only refuses our methods."""
+    """Wraps EngineArgs, once per process. With VLLM_SPECPLUGINS_DISABLE=1 it only leaves out our methods."""
     try:
         from vllm.engine.arg_utils import EngineArgs
 
@@ -28,8 +29,8 @@ def install() -> None:
     except (AttributeError, ImportError) as error:  # vLLM calls this at each start, whatever the method is
         logger.error("vllm-specplugins does not support this vLLM: %s.", error)
         return
-    if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
-        wrap(EngineArgs, "create_engine_config", _refuse_ours)
+    if fallback.is_disabled():
+        wrap(EngineArgs, "create_engine_config", _without_ours)
         return
     wrap(EngineArgs, "create_speculative_config", _speculative_config)
     wrap(EngineArgs, "create_engine_config", _engine_config)
@@ -69,12 +70,8 @@ def requested(args: Any) -> dict[str, Any] | None:
 
 
 def _speculative_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    config = getattr(self, "_specplugins_config", None)
-    if config is None:
-        return original(self, *args, **kwargs)
-    from vllm_specplugins.engine.frontend.spec_config import build
-
-    return build(config, *args, **kwargs)
+    build = getattr(self, "_specplugins_build", None)
+    return original(self, *args, **kwargs) if build is None else build(*args, **kwargs)
 
 
 def _engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,46 +79,54 @@ def _engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         raw = requested(self)
         if raw is None:
             return original(self, *args, **kwargs)
-        config, problems = parse_config(raw), compat.probe_installed()
-        if not problems:
-            return _with_method(config, original, self, *args, **kwargs)
-        logger.error(
-            "vllm-specplugins does not support this vLLM (%s); serving without speculative decoding.", problems[0]
-        )
-        nothing = {"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None}
-        with replaced(self, nothing):
-            return original(self, *args, **kwargs)
+        config = parse_config(raw)
+        try:
+            compat.check_installed()
+            if version := compat.untested_version():
+                fallback.check_choice(f"vllm-specplugins was not tested with vLLM {version}, but {compat.SUPPORTED}")
+            vllm_config = _with_method(config, original, self, *args, **kwargs)
+        except compat.NotSupportedError as error:
+            problem = f"vllm-specplugins does not support this vLLM ({error})"
+            fallback.check_choice(problem)
+            return fallback.serve_without_us(raw, problem, original, self, *args, **kwargs)
+        if version:
+            words = "vllm-specplugins was tested with vLLM %s, not %s; it drafts, since all names that it uses exist."
+            logger.warning(words, compat.SUPPORTED, version)
+        return vllm_config
 
 
-def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    raw = self.speculative_config
-    method = self.spec_method or (raw.get("method") if isinstance(raw, Mapping) else None)
-    if isinstance(method, str) and method in METHODS and method not in vllm_methods():
-        with sentence_instead_of_traceback():
-            raise ConfigError(
-                f"speculative_config: method must be one of vLLM's while VLLM_SPECPLUGINS_DISABLE is set, not "
-                f"{method!r}."
-            )
-    return original(self, *args, **kwargs)
+def _without_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        raw = requested(self)
+    except ConfigError:  # no method that we know
+        raw = None
+    if raw is None:
+        return original(self, *args, **kwargs)
+    reason = "VLLM_SPECPLUGINS_DISABLE switches vllm-specplugins off"
+    return fallback.serve_without_us(raw, reason, original, self, *args, **kwargs)
 
 
-def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_method(
+    config: SpecConfig, original: Any, engine_args: Any, usage_context: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     from vllm_specplugins.engine import trees
     from vllm_specplugins.engine.frontend import entrances, scheduling, spec_config
 
     scheduling.give_time(config)
     asked = engine_args.async_scheduling
     wanted = wanted_schedule(config, asked, engine_args.pipeline_parallel_size)
-    ours = {"_specplugins_config": config, "async_scheduling": wanted} | trees.backend(config, engine_args)
+    build = partial(spec_config.build, config, engine_args, usage_context)
+    ours = {"_specplugins_build": build, "async_scheduling": wanted} | trees.backend(config, engine_args)
     with (
         replaced(engine_args, ours),
         scheduling.may_be_asynchronous(config.method),
     ):
-        vllm_config = original(engine_args, *args, **kwargs)
+        vllm_config = original(engine_args, usage_context, *args, **kwargs)
+    compat.check_installed("v2" if vllm_config.use_v2_model_runner else "v1")
     trees.check_trees(vllm_config)
     spec_config.take_over(vllm_config, asked)
     if (shorter := scheduling.fitting(vllm_config)) is not None:
-        return _with_method(shorter, original, engine_args, *args, **kwargs)
+        return _with_method(shorter, original, engine_args, usage_context, *args, **kwargs)
     entrances.check_front_end(vllm_config)
     if vllm_config.use_v2_model_runner:
         from vllm_specplugins.engine.self_check import stop_if_only

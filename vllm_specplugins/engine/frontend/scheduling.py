@@ -1,19 +1,22 @@
-"""Adapts our methods to vLLM's scheduling: a name that permits asynchronous scheduling, a K that fits into a step, and
+"""Adapts our methods to vLLM's scheduling: a name that permits asynchronous scheduling, a K that fits the server, and
 time to shut down."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.config.lengths import shortened
+from vllm_specplugins.config.whole import SHORT
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.plan import CHOOSING, PLANNED
 
 logger = logging.getLogger("vllm.specplugins")
 
 GRACE_S = 5.0  # as much time as vLLM gives workers
+MASKS_SHARE = 0.01  # of the device's memory, above which bitmasks of structured output shorten the default K
 
 
 @contextmanager
@@ -26,10 +29,53 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
         yield
 
 
+def fitting_server(config: SpecConfig, engine_args: Any, model_config: Any) -> SpecConfig:
+    """A copy with a smaller default of K if the server needs it. `engine_args` has its numbers of requests and tokens.
+    Raises ConfigError: LoRA allows no K, or not the user's."""
+    num_seqs, num_tokens, length = engine_args.max_num_seqs, engine_args.max_num_batched_tokens, config.length
+    limit = num_tokens // num_seqs - 1
+    if engine_args.enable_lora and limit < (length if config.says_length else 1):
+        least = num_seqs * (1 + (length if config.says_length else 1))
+        raise ConfigError(
+            f"{config.method}: max_num_batched_tokens must be at least {least} with enable_lora, max_num_seqs "
+            f"{num_seqs} and {least // num_seqs - 1} draft tokens (num_speculative_tokens), not {num_tokens}."
+        )
+    if config.says_length:
+        return config
+    row_bytes = 4 * num_seqs * -(-model_config.get_vocab_size() // 32)  # of the bitmasks of one position
+    device_bytes, size = _device_bytes(), (1 + length) * row_bytes / 2**30
+    fits = int(MASKS_SHARE * device_bytes / (2 * row_bytes)) - 1
+    reasons = {
+        f"LoRA needs max_num_batched_tokens ({num_tokens}) >= max_num_seqs ({num_seqs}) x (K + 1)": (
+            limit if engine_args.enable_lora else length
+        ),
+        f"with max_num_seqs {num_seqs}, bitmasks of structured output would take {size:.2f} GiB on the device and "
+        f"{size:.2f} GiB on the host, more than {MASKS_SHARE:.0%} of the device's memory": (
+            max(SHORT, fits) if device_bytes else length
+        ),
+        f"max_model_len is {model_config.max_model_len}": max(1, model_config.max_model_len - 1),
+    }
+    reason = min(reasons, key=reasons.__getitem__)
+    if (limit := reasons[reason]) >= length:
+        return config
+    logger.info("%s: num_speculative_tokens is %d, not %d: %s.", config.method, limit, length, reason)
+    return replace(shortened(config, limit), says_length=False)
+
+
+def _device_bytes() -> int:
+    from vllm.platforms import current_platform
+
+    try:
+        return int(current_platform.get_device_total_memory())
+    except Exception:  # a host without the device, as with Ray, or a platform that does not tell
+        return 0
+
+
 def fitting(vllm_config: Any) -> SpecConfig | None:
-    """A copy with a smaller K if a step may not schedule 1 + K tokens; None if K fits. Without a table of lengths, vLLM
-    pads a prompt that is cached up to one token to 1 + K tokens. It never schedules such a prompt if this exceeds a
-    step's budget, and fails if it exceeds the threshold of long prompts. Raises ConfigError: no K fits."""
+    """A copy with a smaller default of K if a step may not schedule 1 + K tokens; None if K fits. Without a table of
+    lengths, vLLM pads a prompt that is cached up to one token to 1 + K tokens. It never schedules such a prompt if this
+    exceeds a step's budget, and fails if it exceeds the threshold of long prompts. Raises ConfigError: no K fits, or
+    not the user's."""
     scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
     config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
     if has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING):
@@ -43,12 +89,14 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
     limit, name = min((limit, name) for name, limit in limits.items() if limit)
     if config.length < limit:
         return None
-    if limit < 2 or config.longest_chain:
-        least = 1 + (config.length if config.longest_chain else 1)
-        raise ConfigError(f"{config.method}: {name} must be at least {least} with it, not {limit}.")
-    log = logger.warning if config.says_length else logger.info
+    if limit < 2 or config.says_length:
+        num = config.length if config.says_length else 1
+        raise ConfigError(
+            f"{config.method}: {name} must allow {num + 1} tokens with {num} draft tokens (num_speculative_tokens), "
+            f"since vLLM pads prompts to one token more, not {limit}."
+        )
     sentence = "%s: num_speculative_tokens is %d, not %d: vLLM pads prompts to one token more, and %s allows %d tokens."
-    log(sentence, config.method, limit - 1, config.length, name, limit)
+    logger.info(sentence, config.method, limit - 1, config.length, name, limit)
     return shortened(config, limit - 1)
 
 

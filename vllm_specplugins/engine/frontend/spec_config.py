@@ -28,6 +28,7 @@ from vllm_specplugins.engine.frontend.scheduling import name_in_vllm
 from vllm_specplugins.engine.frontend.streams import split_streams
 from vllm_specplugins.engine.masks import fill_short_masks
 from vllm_specplugins.engine.metrics.export import export_metrics
+from vllm_specplugins.engine.switch import follow_calls
 from vllm_specplugins.engine.target.admission import check_kind, check_states, check_target, has_state
 from vllm_specplugins.methods import reads_history, runs_target
 from vllm_specplugins.plan import Conditions, make_plan
@@ -43,6 +44,7 @@ check_arrivals()
 export_metrics()
 fill_short_masks()
 split_streams()
+follow_calls()
 look_into_plain_modules_alone()
 
 # vLLM's workers that ours extend; see engine/worker.py.
@@ -114,10 +116,20 @@ class PluginVllmConfig(VllmConfig):
 
 
 def build(
-    config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+    config: SpecConfig,
+    engine_args: Any,
+    usage_context: Any,
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
 ) -> PluginSpeculativeConfig:
-    """A configuration of ours as vLLM sees it. Raises ConfigError: vLLM refuses the stage that is built into it."""
+    """A configuration of ours as vLLM sees it. Raises ConfigError: vLLM refuses the stage that is built into it, or K
+    does not fit the server."""
     config = with_length_for_target(config, num_heads, has_state(target_model_config))
+    # vLLM sets these defaults after this call, and then checks K; to set them twice changes nothing.
+    engine_args._set_default_max_num_seqs_and_batched_tokens_args(
+        usage_context, target_model_config, target_parallel_config
+    )
+    config = scheduling.fitting_server(config, engine_args, target_model_config)
     common = {
         "plugin_config": config,
         "target_model_config": target_model_config,

@@ -47,6 +47,8 @@ class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         super().update_draft_token_ids(draft_token_ids)
+        if self.is_off:
+            return
         is_shared = not all(request.use_structured_output for request in self.running)
         max_num = min(self._max_num, _MAX_BESIDE_OTHERS) if is_shared else self._max_num
         for request_id, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):

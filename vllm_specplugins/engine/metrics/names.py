@@ -73,6 +73,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("counter", "draft_lengths", "Steps of single requests, by the length of their draft.", labels=("length",)),
     *HEALTH,
+    Metric("gauge", "drafting_off", "Whether specplugins_gate switched drafting off.", labels=()),
     Metric("gauge", "step_cost_seconds", _COSTS, labels=("part",)),
     Metric("gauge", "store_bytes", "Memory that a stage uses for data of requests, in bytes."),
     Metric("gauge", "stored_outputs", "Outputs of earlier requests in the store of suffix_lookup."),

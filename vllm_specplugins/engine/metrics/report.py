@@ -58,6 +58,7 @@ class Reporter:
         self._observed = defaultdict[str, list[float]](list)  # of histograms, since the last report
         self.steps = StepTotals(self._observe)
         self._noted_ms = 0.0  # of drafting, up to the last step
+        self.is_off = False  # whether drafting is switched off
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Records the acceptance rates of finished requests."""
@@ -153,6 +154,7 @@ class Reporter:
         """Yields totals and gauges, without a call of a user's code."""
         if self._show is not None and self._barrier.emitted is not None:  # no scheduler sees this report
             yield key("steps"), self._barrier.emitted[0]
+        yield key("drafting_off"), self.is_off
         for length, count in enumerate(counters.draft_lengths):
             yield key("draft_lengths", length), count
         parts = [(stage, counts, COUNTS) for stage, counts in self._stages(counters).items()]

@@ -19,6 +19,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.emitted import NEVER, forced_in
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.switch import is_off
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
 from vllm_specplugins.engine.v1.edits import edit_of_drafts
@@ -41,6 +42,10 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
         names = {"create_custom_proposer": lambda vllm_config: SimpleNamespace(load_model=lambda model: None)}
     with all_logits_processors(vllm_config), replaced(gpu_model_runner, names):
         yield
+
+
+def is_known(runner: Any) -> bool:
+    return isinstance(runner, gpu_model_runner.GPUModelRunner)
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
@@ -169,6 +174,10 @@ class _Adapter:
             max_num_draft=self._max_num_draft(rows, requests, num_tokens.tolist()),
             options=[request.limits.options for request in requests],
         )
+        if is_off(scheduler_output):
+            self._barrier.count(self._feedback(request_ids, num_accepted, scheduler_output))
+            self._drafted_at = time.perf_counter()
+            return [[] for _ in sampled_token_ids]
         offer = None
         if self._built_in is not None:
             offer = self._built_in.draft(batch, num_accepted, rows, scheduler_output, sampled_token_ids, *step)

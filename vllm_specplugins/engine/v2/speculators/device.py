@@ -149,8 +149,9 @@ class DeviceSpeculator(Speculator):
         return self.outcomes.copies(input_batch.idx_mapping_np)
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
-        """Whether this step drafts nothing, like the last one. A drafter of vLLM must see all tokens."""
-        rests = self.offers is None and self.tally.rests(input_batch, max_tokens)
+        """Whether this step drafts nothing, like the last one. While drafting is on, a drafter of vLLM must see all
+        tokens."""
+        rests = (self.offers is None or self.num_off > 1) and self.tally.rests(input_batch, max_tokens)
         if rests:
             self.outcomes.rest()
         return rests

@@ -1,0 +1,85 @@
+"""The switch of a running engine, in its scheduler: steps that draft and plan nothing, while requests run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import PROMPT_LOOKUP
+from conftest import RUNNER
+from played_scheduler import Played
+
+from vllm_specplugins.engine import switch
+from vllm_specplugins.engine.hooks import wrap
+
+SCHEDULES = [False, True] if RUNNER == "v2" else [False]
+
+
+@pytest.mark.parametrize("gate", ["auto", "off"])
+@pytest.mark.parametrize("is_async", SCHEDULES)
+def test_thrown_under_load(is_async: bool, gate: str) -> None:
+    """Ten times, while requests come and go. Fails if a step that is scheduled while drafting is off verifies, asks for
+    or plans a draft, if drafting does not come back, or if a request is lost or gets other numbers of tokens."""
+    played = Played({**PROMPT_LOOKUP, "gate": gate}, max_model_len=200, async_scheduling=is_async)
+    assert played.is_ahead == is_async
+    rng = np.random.default_rng(0)
+    schedule, planned = played.scheduler.schedule, {False: 0, True: 0}
+
+    def counted() -> Any:
+        found = schedule()
+        num = sum(map(len, found.scheduled_spec_decode_tokens.values())) + found.num_spec_tokens_to_schedule
+        planned[played.scheduler.is_off] += num
+        assert switch.is_off(found) == played.scheduler.is_off
+        return found
+
+    played.scheduler.schedule = counted
+    for throw in range(10):
+        for index in range(3):
+            length = int(rng.integers(1, 100))
+            played.add(f"{throw} {index}", (np.arange(length) % 3).tolist(), int(rng.integers(1, 60)))
+        played.scheduler.switch(throw % 2 == 0)
+        for _ in range(8):
+            played.step()
+    played.scheduler.switch(False)
+    played.run()
+    played.check()
+    assert planned[True] == 0 < planned[False]
+
+
+class Core:
+    """vLLM's engine as far as the switch knows it."""
+
+    def __init__(self, scheduler: Any, *states: str):
+        self.scheduler, self._states = scheduler, states
+
+    def collective_rpc(self, method: str, *args: Any) -> Any:
+        return list(self._states)
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+def test_workers_have_the_last_word() -> None:
+    """Fails if a worker that cannot draft is planned for, if another method switches, or if the user's scheduler drops
+    the call without a sentence."""
+    wrap(Core, "collective_rpc", switch._with_scheduler)
+    thrown: list[bool] = []
+    ours = SimpleNamespace(switch=thrown.append)
+    assert Core(ours, "auto", "auto").collective_rpc(switch.GATE) == ["auto", "auto"]
+    Core(ours, "auto", "none").collective_rpc(switch.GATE)
+    Core(ours, "none").collective_rpc("specplugins_stats")
+    assert thrown == [False, True]
+    Core(SimpleNamespace(), "auto").collective_rpc(switch.GATE)
+    with pytest.raises(ValueError, match="scheduler_cls must be left out"):
+        Core(SimpleNamespace(), "none").collective_rpc(switch.GATE)
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+def test_modes() -> None:
+    """Fails if a word is taken for a mode, or engines that wait for each other may draft unequally."""
+    assert [switch.checked_mode(mode, 1) for mode in ("none", "auto")] == ["none", "auto"]
+    assert switch.checked_mode("auto", 2) == "auto"
+    for mode, size, words in (
+        ("off", 1, "mode must be 'none' or 'auto', not"),
+        ("none", 2, "data_parallel_size"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            switch.checked_mode(mode, size)

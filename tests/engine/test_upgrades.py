@@ -1,0 +1,120 @@
+"""An engine on the vLLM of tomorrow: what is missing there costs drafts, as little as can be, or ends the start if the
+user asks for that."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import upgraded
+from cases import PROMPT_LOOKUP
+from conftest import DEMO_MODEL, RUNNER
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.frontend import fallback, plugin
+from vllm_specplugins.engine.vllm_api import compat
+
+ON_BOTH = RUNNER == "v2"  # the front end is the same on both runners
+ARGUMENTS: dict[str, Any] = {
+    "model": str(DEMO_MODEL), "max_model_len": 256, "max_num_seqs": 4, "block_size": 32, "num_gpu_blocks_override": 64,
+}  # fmt: skip
+LOOKUP = {**PROMPT_LOOKUP, "gate": "off"}
+FLAGS = ("spec_method", "spec_model", "spec_tokens")
+
+
+def start(folder: Path, config: Any = LOOKUP, **environment: str) -> upgraded.Started:
+    return upgraded.start(folder, environment, **ARGUMENTS, speculative_config=config)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What an engine without speculation emits."""
+    found = start(tmp_path_factory.mktemp("as installed"), None)
+    assert found.result, found.log[-3000:]
+    return found.result["outputs"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(RUNNER == "v1", reason="it is gone")
+def test_v1_is_gone(tmp_path: Path, expected: Any) -> None:
+    """V2 drafts, and one warning names the tested versions. Fails if V1's names are wanted of a vLLM that runs V2, or
+    if something for V2 imports V1."""
+    found = start(upgraded.upgraded(tmp_path, upgraded.without_v1()))
+    assert found.result, found.log[-3000:]
+    assert found.result["outputs"] == expected and found.result["speculates"] and found.result["drafted"] > 0
+    assert found.log.count(f"vllm-specplugins was tested with vLLM {compat.SUPPORTED}, not 0.34.0+cpu; it drafts") == 1
+
+
+@pytest.mark.slow
+def test_a_runner_of_another_class(tmp_path: Path, expected: Any) -> None:
+    """It serves without drafts, and says so once. Fails if its class is not looked at, so that the start ends, or if
+    the scheduler plans drafts that nobody makes."""
+    found = start(upgraded.upgraded(tmp_path, upgraded.another_runner(RUNNER)))
+    assert found.result, found.log[-3000:]
+    assert found.result["outputs"] == expected and found.result["drafted"] == 0
+    assert found.log.count("does not know vLLM's model runner CPUModelRunner; serving without speculative") == 1
+
+
+@pytest.mark.slow
+def test_a_name_is_missing(tmp_path: Path, expected: Any) -> None:
+    """Under serve, the default, it serves without drafts; under refuse a sentence ends the start. Fails if a name of
+    the runner that runs is not looked at."""
+    folder = upgraded.upgraded(tmp_path, upgraded.without_a_name(RUNNER), "0.33.9")
+    found = start(folder)
+    assert found.result, found.log[-3000:]
+    assert found.result["outputs"] == expected and not found.result["speculates"]
+    assert found.log.count("is missing; supported is vLLM") == 1 and "serving without speculative decoding" in found.log
+    refused = start(folder, VLLM_SPECPLUGINS_ON_ERROR="refuse")
+    assert refused.result is None and "is missing; supported is vLLM" in refused.log
+    assert "VLLM_SPECPLUGINS_ON_ERROR is refuse." in refused.log
+
+
+def arguments(config: Any) -> Any:
+    return SimpleNamespace(speculative_config=config, **dict.fromkeys(FLAGS))
+
+
+CASCADE = {"method": "cascade", "stages": ["prompt_lookup", {"method": "eagle3", "model": "HEAD"}]}
+
+
+@pytest.mark.skipif(ON_BOTH, reason="the front end is the same on both runners")
+@pytest.mark.parametrize(
+    ("config", "alone"),
+    [
+        (LOOKUP, None),
+        (CASCADE, {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 5}),
+        ({**CASCADE, "num_speculative_tokens": 3}, {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}),
+        ({"method": "cascade", "stages": ["prompt_lookup", "mtp"]}, {"method": "mtp"}),
+    ],
+)
+def test_what_serves(
+    config: Any, alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a missing name, and with VLLM_SPECPLUGINS_DISABLE=1: nothing, or the drafter of vLLM that a cascade holds.
+    Fails if a server does not start for our absence, or loses vLLM's drafter, too."""
+    monkeypatch.setattr(compat, "probe_installed", lambda runner=None: ("vllm/x.py: Y is missing",))
+    for entrance in plugin._engine_config, plugin._without_ours:
+        caplog.clear()
+        args = arguments(config)
+        assert entrance(lambda self: self.speculative_config, args) == alone
+        assert args.speculative_config is config, "the arguments are put back"
+        how = f"serving with {alone['method']} alone." if alone else "serving without speculative decoding."
+        assert [message.endswith(how) for message in caplog.messages] == [True]
+
+
+@pytest.mark.skipif(ON_BOTH, reason="the front end is the same on both runners")
+def test_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With refuse, an untested version ends the start as well. Fails if it does not, or if another word is taken."""
+    versions = ["0.31.2", "0.32.0+cpu", "0.33.1", "0.34.0rc1", "dev", None, "0.34.0"]
+    monkeypatch.setattr(compat, "vllm_version", lambda: versions[0])
+    untested = []
+    while len(versions) > 1:
+        untested.append(compat.untested_version())
+        versions.pop(0)
+    assert untested == ["0.31.2", None, None, "0.34.0rc1", "dev", "unknown"]
+    assert not fallback.refuses() and compat.untested_version() == "0.34.0"
+    monkeypatch.setenv("VLLM_SPECPLUGINS_ON_ERROR", "refuse")
+    with pytest.raises(ConfigError, match=r"was not tested with vLLM 0\.34\.0, but .*; VLLM_SPECPLUGINS_ON_ERROR is"):
+        plugin._engine_config(lambda *_: None, arguments(LOOKUP))
+    monkeypatch.setenv("VLLM_SPECPLUGINS_ON_ERROR", "stop")
+    with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_ON_ERROR must be serve or refuse, not 'stop'"):
+        fallback.refuses()

@@ -1,0 +1,61 @@
+"""What serves where we do not draft: VLLM_SPECPLUGINS_DISABLE is set, or this vLLM lacks a name. A server that names
+our method then serves without speculation, or with the drafter of vLLM that a cascade holds.
+VLLM_SPECPLUGINS_ON_ERROR is "serve" for that, the default, or "refuse", which ends the start."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config.whole import SHORT
+from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.methods import BUILT_IN
+
+logger = logging.getLogger("vllm.specplugins")
+_DISABLE, ON_ERROR = "VLLM_SPECPLUGINS_DISABLE", "VLLM_SPECPLUGINS_ON_ERROR"
+
+
+def is_disabled() -> bool:
+    return os.environ.get(_DISABLE, "0") not in ("", "0")
+
+
+def refuses() -> bool:
+    """Whether a server shall not start without us. Raises ConfigError."""
+    choice = os.environ.get(ON_ERROR) or "serve"
+    if choice not in ("serve", "refuse"):
+        raise ConfigError(f"{ON_ERROR} must be serve or refuse, not {choice!r}.")
+    return choice == "refuse"
+
+
+def check_choice(problem: str) -> None:
+    """Raises ConfigError with a problem in our use of vLLM if the server shall not start without us."""
+    if refuses():
+        raise ConfigError(f"{problem}; {ON_ERROR} is refuse.")
+
+
+def vllm_alone(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """vLLM's configuration of the drafter that a cascade holds, if it holds one of vLLM.
+
+    >>> vllm_alone({"method": "cascade", "stages": ["prompt_lookup", {"method": "eagle3", "model": "HEAD"}]})
+    {'num_speculative_tokens': 5, 'method': 'eagle3', 'model': 'HEAD'}
+    >>> vllm_alone({"method": "prompt_lookup"}) is None
+    True
+    """
+    stages = raw.get("stages")
+    for stage in stages if isinstance(stages, list | tuple) else ():
+        theirs = stage if isinstance(stage, Mapping) else {"method": stage}
+        if theirs.get("method") in BUILT_IN:
+            length = raw.get("num_speculative_tokens", None if theirs["method"] == "mtp" else SHORT)
+            return {**({"num_speculative_tokens": length} if length else {}), **theirs}
+    return None
+
+
+def serve_without_us(raw: Mapping[str, Any], reason: str, original: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+    """vLLM's configuration without our method; logs the reason in one sentence."""
+    alone = vllm_alone(raw)
+    how = f"with {alone['method']} alone" if alone else "without speculative decoding"
+    logger.error("%s; serving %s.", reason, how)
+    theirs = {"speculative_config": alone, "spec_method": None, "spec_model": None, "spec_tokens": None}
+    with replaced(args, theirs):
+        return original(args, *more, **kwargs)

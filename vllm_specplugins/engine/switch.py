@@ -1,0 +1,81 @@
+"""The switch of a running engine: `collective_rpc("specplugins_gate", ("none",))` ends drafting on every rank from the
+next step on, and ("auto",) resumes it. vLLM's engine passes the call to its workers, whose answers we give to the
+scheduler; each step then tells the workers. The engine makes the same call when it starts, and a worker that cannot
+draft answers "none"."""
+
+import logging
+from collections import defaultdict
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+from vllm_specplugins.engine.hooks import wrap
+
+logger = logging.getLogger("vllm.specplugins")
+GATE = "specplugins_gate"  # the worker's method
+NONE, AUTO = "none", "auto"
+_OFF = "specplugins_off"  # attribute of SchedulerOutput
+_NO_DRAFTS = defaultdict[int, int](int)
+
+
+def follow_calls() -> None:
+    """Makes vLLM's engine tell the scheduler; once per process."""
+    wrap(EngineCore, "__init__", _asked_at_start)
+    wrap(EngineCore, "collective_rpc", _with_scheduler)
+
+
+def _asked_at_start(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, vllm_config, *args, **kwargs)
+    if getattr(vllm_config.speculative_config, "plugin_config", None) is not None:
+        self.collective_rpc(GATE, args=(AUTO,))
+
+
+def _with_scheduler(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    results = original(self, method, *args, **kwargs)
+    if method == GATE:
+        is_off = NONE in results
+        if hasattr(self.scheduler, "switch"):
+            self.scheduler.switch(is_off)
+        elif is_off:
+            raise ValueError("scheduler_cls must be left out to switch drafting off: only our schedulers can.")
+    return results
+
+
+def checked_mode(mode: Any, data_parallel_size: int) -> str:
+    """A valid mode. Raises ValueError."""
+    if mode not in (NONE, AUTO):
+        raise ValueError(f"mode must be {NONE!r} or {AUTO!r}, not {mode!r}.")
+    if mode == NONE and data_parallel_size > 1:
+        raise ValueError(
+            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: engines whose steps "
+            "depend on each other would draft unequally."
+        )
+    return str(mode)
+
+
+def is_off(scheduler_output: Any) -> bool:
+    """Whether drafting is switched off in a step."""
+    return getattr(scheduler_output, _OFF, False)
+
+
+class Switched:
+    """A mixin for vLLM's schedulers, with the switch."""
+
+    requests: dict[str, Any]
+    dynamic_sd_lookup: Any  # vLLM's table of draft lengths, by the number of requests
+    is_off = False
+    _other_lookup: Any = _NO_DRAFTS  # the table that is not in use now
+
+    def switch(self, is_off: bool) -> None:
+        """Plans no draft from the next step on, or again as configured."""
+        if is_off is self.is_off:
+            return
+        self.is_off = is_off
+        self._other_lookup, self.dynamic_sd_lookup = self.dynamic_sd_lookup, self._other_lookup
+        for request in self.requests.values():
+            request.spec_token_ids = []
+        logger.warning("Drafting is switched %s.", "off" if is_off else "on")
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        setattr(scheduler_output, _OFF, self.is_off)
