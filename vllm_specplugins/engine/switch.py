@@ -47,8 +47,8 @@ def checked_mode(mode: Any, data_parallel_size: int) -> str:
         raise ValueError(f"mode must be {NONE!r} or {AUTO!r}, not {mode!r}.")
     if mode == NONE and data_parallel_size > 1:
         raise ValueError(
-            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: engines whose steps "
-            "depend on each other would draft unequally."
+            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: engines that wait for "
+            "each other would draft unequally."
         )
     return str(mode)
 
