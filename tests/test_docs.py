@@ -18,7 +18,8 @@ PAGES = sorted(DOCS.rglob("*.md"))
 WRITTEN_BY_HAND = [
     path
     for path in PAGES
-    if path.parent.name != "research" and not re.search(r"^<!-- Written by (?!.* from )", path.read_text()[:300], re.M)
+    if path.parent.name not in ("research", "upstream")
+    and not re.search(r"^<!-- Written by (?!.* from )", path.read_text()[:300], re.M)
 ]
 BLOCK = re.compile(r"<!-- Written by .*?<!-- End of the table\. -->", re.DOTALL)
 TEMPLATE = [

@@ -48,6 +48,7 @@ class _WithLength:
 
     def __init__(self, config: Any, num_speculative_tokens: int):
         self._config, self.num_speculative_tokens = config, num_speculative_tokens
+        self.model_config = config.model_config  # read for each request
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -59,16 +60,19 @@ def fill_short_masks() -> None:
 
 
 def _fill(original: Any, self: Any, requests: Any, structured_output_request_ids: Any, drafts: Any) -> Any:
-    config, num_tokens = self.vllm_config, self.vllm_config.num_speculative_tokens
+    config = self.vllm_config
     if config.speculative_config is None or config.model_config.is_diffusion:
         return original(self, requests, structured_output_request_ids, drafts)
-    longest = max((len(drafts.get(request_id, ())) for request_id in structured_output_request_ids), default=0)
-    num_rows = min(1 << longest.bit_length(), 1 + num_tokens)  # powers of two: a GPU compiles a kernel for each
-    masks, max_num_seqs = self._grammar_bitmask, config.scheduler_config.max_num_seqs
-    if masks is not None and len(masks) < max_num_seqs * num_rows:
+    longest = max([len(drafts[name]) for name in structured_output_request_ids if name in drafts], default=0)
+    num_rows = min(1 << longest.bit_length(), 1 + config.num_speculative_tokens)  # a GPU compiles a kernel for each
+    masks, max_num_rows = self._grammar_bitmask, config.scheduler_config.max_num_seqs * num_rows
+    if masks is not None and len(masks) < max_num_rows:
         self._grammar_bitmask = None  # vLLM allocates more
-    with replaced(self, {"vllm_config": _WithLength(config, num_rows - 1)}):
+    self.vllm_config = _WithLength(config, num_rows - 1)
+    try:
         return original(self, requests, structured_output_request_ids, drafts)
+    finally:
+        self.vllm_config = config
 
 
 def apply_short_masks() -> None:
