@@ -35,7 +35,8 @@ SCHEMA = {
     "properties": {"name": STRING, "address": STRING, "items": {"type": "array", "items": ITEM}},
     "required": ["name", "address", "items"],
 }
-TEXT = '{"name": "Ann Lee from the sales office", "address": "12 Karl Johans gate, Oslo", "items": []}' + " " * 9
+TEXT = """{"name": "Ann Lee from the sales office", "address": "12 Karl Johans gate, Oslo", "items":
+ [{"title": "a lamp", "count": 3}, {"title": "two chairs", "count": 2}]}""".replace("\n", "")
 MODEL = Path(__file__).parents[1] / "examples" / "demo" / "model"
 ANSWERS: dict[tuple[int, ...], list[int]] = {}  # prompt -> what the target answers
 
@@ -103,7 +104,7 @@ def fill_times(num_reqs: int, arms: dict[str, tuple[int, int, bool]], tokens: li
 
 def fill_table() -> list[dict[str, Any]]:
     (tokens, ids), table = tekken(), []
-    for num_reqs in (8, 64):
+    for num_reqs in (64, 8):
         for length in (5, 15, 31):
             for num_draft in sorted({0, 5, length}):
                 arms = {"none": (0, 0, False), "vllm": (length, num_draft, False), "ours": (length, num_draft, True)}
@@ -123,6 +124,12 @@ class Oracle:
         self._length, self._wrong = context.max_num_draft, options.get("wrong")
         vocab = AutoTokenizer.from_pretrained(MODEL).get_vocab()
         self._words = sorted(token_id for token, token_id in vocab.items() if token.isascii() and token.isalpha())
+
+    def observe(self, feedback: Any) -> None:
+        pass
+
+    def forget(self, request_ids: Any) -> None:
+        pass
 
     def propose(self, batch: Any) -> Any:
         import bench_masks

@@ -55,5 +55,6 @@ run v1 $engine/test_plugin.py $engine/test_identity.py $engine/test_server.py \
 # In a process of their own: what they import, vLLM cannot start an engine behind.
 run v1 $engine/test_compat.py::test_installed_version $engine/test_vllm_names.py $engine/test_server_defaults.py \
     -k "version or listed or seen or starts"
-run v2 $engine/test_invariants.py $engine/test_built_in.py::test_heads_keep_in_step \
-    -k "exit_of_all and asynchronous or heads and not eagle3"
+run v1 $engine/test_masks.py $engine/test_streams.py
+run v2 $engine/test_invariants.py $engine/test_masks.py $engine/test_built_in.py::test_heads_keep_in_step \
+    -k "exit_of_all and asynchronous or short_masks or heads and not eagle3"

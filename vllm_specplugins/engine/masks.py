@@ -82,14 +82,14 @@ def apply_short_masks() -> None:
     wrap(StructuredOutputsWorker, "apply_grammar_bitmask", _apply)
 
 
-def _apply(original: Any, self: Any, logits: Any, input_batch: Any, grammar_req_ids: Any, masks: Any) -> None:
-    num_reqs = len(grammar_req_ids)
+def _apply(original: Any, self: Any, logits: Any, input_batch: Any, request_ids: Any, masks: Any) -> None:
+    num_reqs = len(request_ids)
     if hasattr(self, "num_bonus_tokens") or not num_reqs:  # vLLM 0.32 sends the rows that are filled, and no others
-        return original(self, logits, input_batch, grammar_req_ids, masks)
+        return original(self, logits, input_batch, request_ids, masks)
     if not hasattr(self, "specplugins"):  # vLLM's warm-up: compiles the other kernels, with masks that allow all
         self.specplugins, longest = True, self.mask_stride
         for num_rows in sorted({min(1 << n, longest) for n in range(longest.bit_length() + 1)}):
             allow = np.full((num_reqs * num_rows, masks.shape[1]), -1, masks.dtype)
-            _apply(original, self, logits, input_batch, grammar_req_ids, allow)
+            _apply(original, self, logits, input_batch, request_ids, allow)
     with replaced(self, {"mask_stride": len(masks) // num_reqs}):
-        return original(self, logits, input_batch, grammar_req_ids, masks)
+        return original(self, logits, input_batch, request_ids, masks)
