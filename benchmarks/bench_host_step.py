@@ -117,7 +117,8 @@ class Engine:
             drafter = (config or {}).get("stages", [config or {}])[-1]
             model = _write_models(Path(folder), drafter)
             self._llm = LLM(
-                model=model, load_format="dummy", skip_tokenizer_init=True, dtype="float32", max_model_len=8192,
+                model=model, load_format="dummy", skip_tokenizer_init=True, dtype="float32",
+                max_model_len=4096 if "tree" in name else 8192,
                 max_num_seqs=256, max_num_batched_tokens=8192, block_size=32, num_gpu_blocks_override=8192,
                 enable_prefix_caching=False, async_scheduling=True, speculative_config=config,
                 kv_cache_memory_bytes=1 << 28, disable_log_stats=True,

@@ -191,7 +191,8 @@ def _drafting(shapes: Shapes) -> _Case:
 
 def _drafted(shapes: Shapes) -> tuple[torch.Tensor, torch.Tensor, Sampling]:
     batch = _batch(shapes, 0, [0] * 16, truncated=True)
-    return batch.target_logits, batch.positions, batch.sampling.at(batch.idx_mapping)
+    states = batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff())
+    return batch.target_logits, batch.positions, batch.sampling.at(states)
 
 
 def _noise(shapes: Shapes) -> _Case:

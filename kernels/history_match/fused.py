@@ -10,6 +10,8 @@ from . import LONGEST_MATCH, Match, References, Texts
 
 # Tokens of a tile; the neighbour has the first _SHARED of them, too.
 TILE_SIZE, _NUM_WARPS = 1024, 4
+# Of the first launch in all, and of a row at the least: a graph's grid fits any text, and most texts are short.
+_PROGRAMS, _MIN_PROGRAMS = 2048, 16
 _SHARED = tl.constexpr(16)
 _CHUNK = tl.constexpr(128)  # results that the second launch reads at a time
 _LONGEST_MATCH = tl.constexpr(LONGEST_MATCH)
@@ -40,50 +42,54 @@ def _match_kernel(
     min_ngram,
     max_ngram,
     num_tiles,
+    num_all_tiles,
     TILE_SIZE: tl.constexpr,
 ):
-    tile, row = tl.program_id(0), tl.program_id(1)
+    row, num_programs = tl.program_id(1), tl.num_programs(0)
     if tl.load(wanted_ptr + row) == 0:
         return
     slot = tl.load(slots_ptr + row).to(tl.int64)
     end = tl.load(texts.lengths + slot)
     text_ptr = texts.token_ids + slot * stride
-    lanes = tl.arange(0, TILE_SIZE)
-    first = tile % num_tiles * (TILE_SIZE - _SHARED) - _SHARED
-    places = first + lanes
-    # Bounds that are multiples of 16 let loads be wide.
-    if tile < num_tiles:
-        num_tokens = end
-        if first + _SHARED >= num_tokens - 1:
-            return
-        bound = tl.minimum((num_tokens + 15) // 16 * 16, stride)
-        tokens = tl.load(text_ptr + places, mask=(places >= 0) & (places < bound), other=-1)
-    else:
-        num_tokens = tl.load(references.lengths + slot)
-        if first + _SHARED >= num_tokens - 1:
-            return
-        bound = (num_tokens + 15) // 16 * 16
-        start = tl.multiple_of(tl.load(references.starts + slot), 16)
-        tokens = tl.load(references.token_ids + start + places, mask=(places >= 0) & (places < bound), other=-1)
-    steps = tl.arange(0, _SHARED)
-    ending = tl.load(text_ptr + (end - 1 - steps), mask=steps < end, other=-2)
-
-    is_match = (lanes >= _SHARED) & (places < num_tokens - 1) & (tokens == tl.sum(tl.where(steps == 0, ending, 0)))
-    lengths = is_match.to(tl.int32)
-    longest, n = tl.max(lengths), 1
-    while (n < max_ngram) & (longest == n):
-        earlier = tl.gather(tokens, tl.maximum(lanes - n, 0), axis=0)
-        is_match &= earlier == tl.sum(tl.where(steps == n, ending, 0))
-        lengths += is_match.to(tl.int32)
-        longest = tl.max(lengths)
-        n += 1
-    away = places + 1 - _expected(texts.distances + 2 * slot + (tile >= num_tiles), end)
-    longest = tl.where(longest >= min_ngram, longest, tl.max(tl.where(away == 0, lengths, 0)))
-    # The nearest of equals; a match shorter than min_ngram counts only where copying would go on.
-    is_best = (lengths == longest) & ((lengths >= min_ngram) | (away == 0))
-    nearest = _NEAREST - tl.min(tl.where(is_best, 2 * tl.abs(away) + (away > 0), _NEAREST))
-    best = tl.where(longest > 0, longest.to(tl.int64) << 32 | nearest, 0)
-    tl.store(best_ptr + row.to(tl.int64) * tl.num_programs(0) + tile, best)
+    steps, lanes = tl.arange(0, _SHARED), tl.arange(0, TILE_SIZE)
+    best_ptr += row.to(tl.int64) * num_all_tiles
+    # Of the text, then of the reference; no match ends in the last token.
+    num_own, num_others = tl.cdiv(end - 1, TILE_SIZE - _SHARED), 0
+    num_own = tl.minimum(num_own, num_tiles)
+    if num_all_tiles > num_tiles:
+        num_others = tl.cdiv(tl.load(references.lengths + slot) - 1, TILE_SIZE - _SHARED)
+        num_others = tl.minimum(num_others, num_all_tiles - num_tiles)
+    for number in range(tl.program_id(0), num_own + num_others, num_programs):
+        is_other = number >= num_own
+        tile = tl.where(is_other, number - num_own, number)
+        places = tile * (TILE_SIZE - _SHARED) - _SHARED + lanes
+        # Bounds that are multiples of 16 let loads be wide.
+        if is_other:
+            num_tokens = tl.load(references.lengths + slot)
+            bound = (num_tokens + 15) // 16 * 16
+            start = tl.multiple_of(tl.load(references.starts + slot), 16)
+            tokens = tl.load(references.token_ids + start + places, mask=(places >= 0) & (places < bound), other=-1)
+        else:
+            num_tokens = end
+            bound = tl.minimum((num_tokens + 15) // 16 * 16, stride)
+            tokens = tl.load(text_ptr + places, mask=(places >= 0) & (places < bound), other=-1)
+        ending = tl.load(text_ptr + (end - 1 - steps), mask=steps < end, other=-2)
+        is_match = (lanes >= _SHARED) & (places < num_tokens - 1) & (tokens == tl.sum(tl.where(steps == 0, ending, 0)))
+        lengths = is_match.to(tl.int32)
+        longest, n = tl.max(lengths), 1
+        while (n < max_ngram) & (longest == n):
+            earlier = tl.gather(tokens, tl.maximum(lanes - n, 0), axis=0)
+            is_match &= earlier == tl.sum(tl.where(steps == n, ending, 0))
+            lengths += is_match.to(tl.int32)
+            longest = tl.max(lengths)
+            n += 1
+        away = places + 1 - _expected(texts.distances + 2 * slot + is_other, end)
+        longest = tl.where(longest >= min_ngram, longest, tl.max(tl.where(away == 0, lengths, 0)))
+        # The nearest of equals; a match shorter than min_ngram counts only where copying would go on.
+        is_best = (lengths == longest) & ((lengths >= min_ngram) | (away == 0))
+        nearest = _NEAREST - tl.min(tl.where(is_best, 2 * tl.abs(away) + (away > 0), _NEAREST))
+        best = tl.where(longest > 0, longest.to(tl.int64) << 32 | nearest, 0)
+        tl.store(best_ptr + tl.where(is_other, num_tiles + tile, tile), best)
 
 
 @triton.jit
@@ -133,7 +139,8 @@ def _copy_kernel(
         text_ptr = texts.token_ids + slot * stride
         place, length = _best_match(best_ptr, text_ptr, end, distances_ptr, text_ptr, end, TILE_SIZE)
         # A copy from the text may overlap itself, as in LZ77.
-        source_ptr, period, num_draft = text_ptr + place, end - place, tl.where(place > 0, max_draft, 0)
+        num_draft = tl.where(place > 0, max_draft, 0)
+        tokens = tl.load(text_ptr + place + steps % (end - place), mask=steps < num_draft, other=0)
         if num_all_tiles > num_tiles:
             size, reference_ptr = tl.load(references.lengths + slot), references.token_ids
             reference_ptr += tl.load(references.starts + slot)
@@ -141,9 +148,8 @@ def _copy_kernel(
                 best_ptr + num_tiles, reference_ptr, size, distances_ptr + 1, text_ptr, end, TILE_SIZE
             )
             if longer > length:
-                source_ptr, period, num_draft = reference_ptr + place, max_draft, tl.minimum(max_draft, size - place)
-                length = longer
-        tokens = tl.load(source_ptr + steps % period, mask=steps < num_draft, other=0)
+                length, num_draft = longer, tl.minimum(max_draft, size - place)
+                tokens = tl.load(reference_ptr + place + steps, mask=steps < num_draft, other=0)
     tl.store(match.token_ids + row * K + steps, tokens, mask=steps < K)
     tl.store(match.num_draft + row, num_draft)
     tl.store(match.match_length + row, length)
@@ -168,8 +174,9 @@ def history_match(
     best = slots.new_empty((num_rows, num_all_tiles), dtype=torch.int64)
     others = references or References(texts.token_ids, texts.lengths, texts.lengths)  # never read
     inputs = texts, texts.token_ids.stride(0), others, slots, max_draft
-    _match_kernel[(num_all_tiles, num_rows)](
-        best, *inputs, min_ngram, max_ngram, num_tiles, TILE_SIZE=TILE_SIZE, num_warps=_NUM_WARPS
+    num_programs = min(num_all_tiles, max(_MIN_PROGRAMS, _PROGRAMS // num_rows))
+    _match_kernel[(num_programs, num_rows)](
+        best, *inputs, min_ngram, max_ngram, num_tiles, num_all_tiles, TILE_SIZE=TILE_SIZE, num_warps=_NUM_WARPS
     )
     _copy_kernel[(num_rows,)](
         match, best, *inputs, num_tiles, num_all_tiles, K=max_num_draft,

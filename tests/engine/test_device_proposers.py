@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cases import generate
-from conftest import RUNNER
+from conftest import RUNNER, TAPES
 
 THIRD_PARTY = str(Path(__file__).parents[1] / "third_party")
 PROMPTS = [[5, 6, 7, 7], [9, 8, 8], [3, 3, 3, 3, 3]]
@@ -52,6 +52,17 @@ def test_faults(engine: Any, fault: str, caplog: Any) -> None:
     assert totals["switched_off"] == (fault in ("draft", "start", "shape"))
     assert (totals["whole"]["drafted"] > 0) == (fault == "length")
     assert mine == outputs(engine(None))
+
+
+@pytest.mark.skipif(not TAPES, reason="of graphs")
+def test_a_wait_in_a_graph(engine: Any, caplog: Any) -> None:
+    """A class that waits leaves an engine that starts, serves and says so once. Kills: its first call within the
+    capture of a graph, which then holds nothing and cannot end."""
+    caplog.set_level("ERROR", logger="vllm.specplugins")
+    llm = engine(config("wait"))
+    mine, totals = outputs(llm), stats(llm)
+    assert totals["switched_off"] and totals["whole"]["drafted"] == 0 and mine == outputs(engine(None))
+    assert len([record for record in caplog.records if "drafts nothing from now on" in record.getMessage()]) == 1
 
 
 def drafts_of(draft: Any, monkeypatch: Any) -> tuple[Any, list[str]]:

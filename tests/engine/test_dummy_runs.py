@@ -76,9 +76,12 @@ def test_dummy_runs_draft(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's requests before the first one, by the worker's call that sends them. Kills: counts of them; a warm-up that
-    their names decide, or that ends its mark before the call ends or not at all."""
+    their names decide, or that ends its mark before the call ends or not at all; logits of more rows than vLLM verifies
+    at once, when the KV cache has taken the memory."""
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    from vllm_specplugins.engine.v2 import memory
 
     worker = worker_of(llm)
     speculator = worker.model_runner.speculator
@@ -88,10 +91,13 @@ def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
     def warm_up(_: Any) -> bool:
         assert speculator.barrier.is_warming_up
+        assert worker.model_runner.scheduler_config.max_num_seqs == 1
         return run_mixed_prefill_decode_warmup(worker.model_runner, *steps, 8, req_id_prefix="any")
 
+    monkeypatch.setattr(memory, "get_max_chunk_logits", lambda vocab_size: 2 * K)  # rows, for less than two requests
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", warm_up)
     assert worker.compile_or_warm_up_model() is True and not speculator.barrier.is_warming_up
+    assert worker.model_runner.scheduler_config is worker.scheduler_config
     assert layers.num_calls > 0 or replays(speculator._graphs) > replayed
     assert llm.collective_rpc("specplugins_stats")[0] == before
 

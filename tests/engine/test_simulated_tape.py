@@ -1,5 +1,6 @@
 """The simulated device alone: tapes, streams and late copies, without an engine."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,25 @@ def test_refused_in_a_capture(name: str) -> None:
     with pytest.raises(CaptureError):
         record(lambda: REFUSED[name](x))
     assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_a_wait_ends_a_capture() -> None:
+    """Kills: a capture that goes on after a wait in it whose exception was caught, as none does on a GPU."""
+    x = torch.ones(2, device=HERE)
+
+    def step(uses: bool) -> None:
+        with contextlib.suppress(CaptureError):
+            x[0].item()
+        if uses:
+            x.add_(1)
+
+    for uses in (True, False):
+        with pytest.raises(CaptureError, match="since a wait"):
+            record(lambda uses=uses: step(uses))
+    assert not torch.cuda.is_current_stream_capturing()
+    graph, _ = record(lambda: x.add_(1))
+    graph.replay()
+    assert on_host(x) == [2, 2]
 
 
 COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

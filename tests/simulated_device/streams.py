@@ -164,7 +164,7 @@ streams = _Streams()
 def copy_to_host(source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
     """A copy that does not block, on the current stream."""
     if tape.capturing():
-        raise tape.CaptureError("a copy to the host")
+        tape.refuse("a copy to the host")
     if target is None:
         with _unseen():
             target = torch.empty(source.shape, dtype=source.dtype)
@@ -178,7 +178,7 @@ def copy_to_host(source: torch.Tensor, target: torch.Tensor | None = None) -> to
 
 def synchronize(device: Any = None) -> None:
     if tape.capturing():
-        raise tape.CaptureError("a wait for the device")
+        tape.refuse("a wait for the device")
     Stream.waited()
     for stream in list(streams.used):
         stream.arrive()

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -47,6 +47,17 @@ def capturing() -> bool:
     return recording() is not None
 
 
+def refuse(words: str) -> NoReturn:
+    """Ends the open capture, as a wait does: nothing can be launched in it from now on."""
+    _open.graph.is_invalid = True
+    raise CaptureError(words)
+
+
+def check_capture() -> None:
+    if capturing() and _open.graph.is_invalid:
+        raise CaptureError("the capture is invalid since a wait in it")
+
+
 class TapeGraph:
     """torch.cuda.CUDAGraph's interface, as far as vLLM uses it."""
 
@@ -54,7 +65,7 @@ class TapeGraph:
         self.tape: list[Callable[[], Any]] = []
         self.contents: Counter[str] = Counter()  # how often each operation is on the tape
         self.num_replays = 0
-        self.ready = False
+        self.ready = self.is_invalid = False
         self._made: dict[int, Tensor] = {}  # storages that belong to the graph, by address
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other storages it writes to, and what stood there
         self._modes = ExitStack()
@@ -77,6 +88,8 @@ class TapeGraph:
             for made in self._made.values():
                 poison(made)
         self._before.clear()
+        if self.is_invalid:
+            raise CaptureError("the capture is invalid since a wait in it")
         self.ready = True
         alive.add(self)
 
@@ -138,14 +151,15 @@ class Capture:
         self._graph.capture_begin()
 
     def __exit__(self, error: Any, *rest: Any) -> None:
-        self._graph.capture_end()
-        self._stack.close()
+        with self._stack:
+            self._graph.capture_end()
         if error is not None:
             self._graph.reset()
 
 
 def launch(name: str, kernel: Callable[[], Any], writes: list[Tensor]) -> None:
     """Runs a kernel, which may read tensors on the host as no operation may, and records it as one step."""
+    check_capture()
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         if capturing():
             _open.graph.will_write(writes)
@@ -160,8 +174,9 @@ class _Recorder(operations.Kernels):
         self._graph = graph
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        check_capture()
         if operations.waits(func, args, kwargs) or func is torch.ops.aten.lift_fresh.default:
-            raise CaptureError(f"{func} waits for the device")
+            refuse(f"{func} waits for the device")
         self._graph.will_write(operations.written(func, args, kwargs))
         results = func(*args, **kwargs)
         self._graph.add_operation(func, args, kwargs, results)
@@ -173,9 +188,9 @@ class _NoHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in operations.HOST_READS or func is Tensor.cpu:
-            raise CaptureError(f"{func.__name__} reads from the device")
+            refuse(f"{func.__name__} reads from the device")
         if func is Tensor.to and "cpu" in (value for value in args[1:] if isinstance(value, str)):
-            raise CaptureError('to("cpu") reads from the device')
+            refuse('to("cpu") reads from the device')
         return func(*args, **(kwargs or {}))
 
 

@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 
+MAX_CONTEXT = 4096  # from here on one program that reads all keys doubles the time of a step
 _NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # vLLM's name for v2/trees/attention.py, and for its base
 
 
@@ -47,6 +48,11 @@ def check_trees(vllm_config: VllmConfig) -> None:
     method, word = config.method, _word(config)
     if not vllm_config.use_v2_model_runner:
         raise ConfigError(f"{method}: {word} must be left out on Model Runner V1, which has no attention for trees.")
+    if model.max_model_len > MAX_CONTEXT:
+        raise ConfigError(
+            f"{method}: max_model_len must be at most {MAX_CONTEXT} with {word}, not {model.max_model_len}: its "
+            "attention does not split long texts."
+        )
     kinds = {
         "multi-head latent attention": model.use_mla,
         "a sliding window": model.rswa_window is not None

@@ -86,7 +86,12 @@ class _WithProposer:
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
-        with replaced(self._barrier, {"is_warming_up": True}):
+        fewer: dict[str, Any] = {}
+        if self.use_v2_model_runner:
+            from vllm_specplugins.engine.v2 import memory
+
+            fewer["scheduler_config"] = memory.for_warm_up(self.model_runner)
+        with replaced(self._barrier, {"is_warming_up": True}), replaced(self.model_runner, fewer):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self._reporter.drop()
         return times

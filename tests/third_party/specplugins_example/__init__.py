@@ -71,6 +71,8 @@ class OnDevice(DeviceProposer):
         newest = texts.token_ids[slots, (texts.lengths[slots] - 1).clamp(min=0).long()]
         if self.fault == "draft":
             raise RuntimeError("planted")
+        if self.fault == "wait":
+            newest[0].item()
         if self.fault == "token":
             newest = newest + 1_000_000
         if self.fault == "shape":

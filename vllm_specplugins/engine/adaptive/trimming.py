@@ -3,6 +3,8 @@ asynchronous scheduling. It verifies a draft token if its acceptance probability
 Without it the scheduler plans a draft's length from the last one (v2/scheduler.py)."""
 
 import logging
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from vllm.v1.worker.gpu import model_runner
@@ -43,7 +45,20 @@ def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any
         return manager
 
     with replaced(model_runner, {"maybe_create_adaptive_verification_manager": created}):
-        return initialize(*args, **kwargs)
+        result = initialize(*args, **kwargs)
+    if any(group.backend.get_name() == "TRITON_ATTN" for groups in runner.attn_groups for group in groups):
+        record_single_tokens(runner.cudagraph_manager)
+    return result
+
+
+def record_single_tokens(manager: Any) -> None:
+    """Makes a manager of graphs of any lengths up to K + 1 also record graphs of one token per request: TRITON_ATTN
+    splits the keys of a long text only there, and steps without drafts use them."""
+    for descs in chain(manager._capture_descs.values(), manager._candidates.values()):
+        widths = [(1, desc.max_query_len) if (desc.max_query_len or 1) > 1 else (desc.max_query_len,) for desc in descs]
+        descs[:] = [
+            replace(desc, max_query_len=width) for desc, both in zip(descs, widths, strict=True) for width in both
+        ]
 
 
 def _record_plain_steps(runner: Any) -> None:

@@ -1,12 +1,14 @@
 """Model Runner V2: the memory of drafting. Adds our CUDA graphs to the estimate that vLLM makes before it allocates the
 KV cache, and logs the large buffers in one line."""
 
+import copy
 import gc
 import logging
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specplugins.engine.hooks import replaced, wrap
 
@@ -37,6 +39,14 @@ class FewGraphs(dict[int, Any]):
             for graphs in self.values()
             if (samples := graphs._capture_mem_samples)
         )
+
+
+def for_warm_up(runner: Any) -> Any:
+    """A scheduler's configuration with as many requests as vLLM verifies at once: its warm-up would make logits of up
+    to 16,384 rows, when the KV cache has taken the memory."""
+    config, width = copy.copy(runner.scheduler_config), runner.num_speculative_steps + 1
+    config.max_num_seqs = max(1, min(config.max_num_seqs, get_max_chunk_logits(runner.vocab_size) // width))
+    return config
 
 
 def attach(runner: Any, speculator: Any) -> None:

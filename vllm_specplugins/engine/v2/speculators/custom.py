@@ -36,6 +36,21 @@ class CustomDrafts:
         if gone := sorted(request_ids):
             self._call(lambda: self.proposer.forget(gone))
 
+    def probe(self) -> None:
+        """Drafts once in a capture of its own: a wait would end the capture of a graph, with all that it records."""
+        rows = torch.zeros_like(self._texts.lengths[:1], dtype=torch.int64)
+        room, found = rows.int() + self._max_num_draft, list[Exception]()
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                try:
+                    self.proposer.draft(self._texts, rows, room)
+                except Exception as error:
+                    found.append(error)
+        except Exception as error:  # of a stream that is no longer captured
+            found.append(error)
+        if found:
+            self._fail(found[0])
+
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
         """The draft of each row, cut at max_draft [R] and before a token outside the vocabulary."""
         zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
@@ -59,10 +74,13 @@ class CustomDrafts:
         try:
             return function()
         except Exception as error:
-            fault, self._has_failed = fault_of(error, ()), True
-            if self.num_ranks > 1:
-                end_all_ranks("The proposer", fault)
-            words = "The proposer %s (%s) on the device and drafts nothing from now on; requests go on."
-            logger.error(words, fault.kind, fault.cause)
-            self.stop()
+            self._fail(error)
             return None
+
+    def _fail(self, error: Exception) -> None:
+        fault, self._has_failed = fault_of(error, ()), True
+        if self.num_ranks > 1:
+            end_all_ranks("The proposer", fault)
+        words = "The proposer %s (%s) on the device and drafts nothing from now on; requests go on."
+        logger.error(words, fault.kind, fault.cause)
+        self.stop()

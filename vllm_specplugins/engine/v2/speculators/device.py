@@ -100,7 +100,10 @@ class DeviceSpeculator(Speculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn`."""
-        if self.is_off or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+        records = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        if records and not self.is_off and self.lookups.custom is not None:
+            self.lookups.custom.probe()
+        if self.is_off or not records:
             return
         exits = stage_configs(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
         has_adapters = self.vllm_config.lora_config is not None  # the host says at each launch which rows run them
