@@ -184,6 +184,7 @@ def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> 
     scheduler._planned = {str(row): length for row, length in enumerate(found)}
     scheduler._has_options, scheduler._plans_whole, scheduler._lengths = False, False, None
     scheduler.num_spec_tokens, scheduler.max_model_len, scheduler._drafted = most, 9 + room, 0
+    scheduler._scheduled, scheduler.max_num_scheduled_tokens = set(), 1024
     scheduler._has_graphs, scheduler._num_branches = attributes.pop("has_graphs", True), 0
     state = {"num_tokens": 8, "num_prompt_tokens": 5, "max_tokens": 1000, "use_structured_output": False} | attributes
     params = SimpleNamespace(max_tokens=1000, extra_args=None)
@@ -193,7 +194,10 @@ def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> 
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AsyncScheduler, "_update_after_schedule", lambda *_: None)
-        step = SimpleNamespace(num_scheduled_tokens=scheduler._planned, num_spec_tokens_to_schedule=most)
+        step = SimpleNamespace(
+            num_scheduled_tokens=scheduler._planned, num_spec_tokens_to_schedule=most, scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=0,
+        )  # fmt: skip
         scheduler._update_after_schedule(step)
     return [len(request.spec_token_ids) for request in scheduler.requests.values()]
 

@@ -206,7 +206,11 @@ UNSEEN: dict[str, str] = {
         "AttentionMetadataBuilder.build AttentionMetadataBuilder.supports_draft_decode_metadata_update "
         "AttentionMetadataBuilder.update_draft_decode_metadata CommonAttentionMetadata.seq_lens_cpu_upper_bound"
     ),
-    "v1/core/sched/scheduler.py": "Scheduler.dynamic_sd_lookup Scheduler.vllm_config",
+    "v1/core/sched/scheduler.py": (
+        "Scheduler.block_size Scheduler.dynamic_sd_lookup Scheduler.kv_cache_manager Scheduler.kv_holding_waiting "
+        "Scheduler.max_num_running_reqs Scheduler.max_num_scheduled_tokens Scheduler.running Scheduler.vllm_config "
+        "Scheduler.waiting"
+    ),
     "v1/engine/async_llm.py": "AsyncLLM.input_processor",
     "v1/engine/input_processor.py": "InputProcessor.tokenizer",
     "v1/metrics/loggers.py": "StatLoggerManager.stat_loggers",

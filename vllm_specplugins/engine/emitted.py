@@ -9,6 +9,7 @@ from typing import Any
 from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 from vllm_specplugins.engine.metrics.steps import STEPS, StepWatch
+from vllm_specplugins.engine.room import MakesRoom
 from vllm_specplugins.engine.switch import Switched
 
 EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by position
@@ -17,7 +18,7 @@ VERIFIES = "specplugins_verifies"  # attribute of SchedulerOutput: the draft len
 _BY_POSITION = "num_accepted_tokens_per_pos"
 
 
-class CountsEmitted(Switched):
+class CountsEmitted(Switched, MakesRoom):
     """A mixin for vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any):

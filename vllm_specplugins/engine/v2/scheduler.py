@@ -7,6 +7,7 @@ otherwise the length of the request's last known draft, which the worker reports
 a request without a match therefore costs one token instead of K + 1; before, its options set the length.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -41,11 +42,13 @@ class _Choosing(LimitsMasks, CountsEmitted):
     dynamic_sd_lookup: Any
     requests: dict[str, Any]
     num_spec_tokens: int
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._lengths: StepLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
+        self._scheduled: Set[str] = set()  # the requests of that step
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         if config.speculative_config.plan.scheduler_chooses:
             speculative_config, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size
@@ -62,9 +65,17 @@ class _Choosing(LimitsMasks, CountsEmitted):
         return outputs
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
+        limit, drafts = self.draft_limit, scheduler_output.scheduled_spec_decode_tokens
+        room = self.max_num_scheduled_tokens - scheduler_output.total_num_scheduled_tokens
+        if limit == room == 0 and self._lengths is not None:  # prompts are likely to fill the next step, too
+            scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
-        setattr(scheduler_output, VERIFIES, self._drafted)
+        verifies: int | None = self._drafted
+        if limit is not None or not drafts.keys() <= self._scheduled:  # some are shorter, or older than the last step
+            verifies = None if drafts else 0
+        setattr(scheduler_output, VERIFIES, verifies)
         self._drafted = scheduler_output.num_spec_tokens_to_schedule
+        self._scheduled = scheduler_output.num_scheduled_tokens.keys()
 
 
 class ChoosingScheduler(_Choosing, Scheduler):

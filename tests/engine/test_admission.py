@@ -1,0 +1,26 @@
+"""Prompts beside requests that decode, without a model: drafts take no token that a request or a prompt needs.
+benchmarks/bench_admission.py plays a server's sizes, and what a first token waits."""
+
+import pytest
+from conftest import ALL, RUNNER
+from played_server import PlayedServer, served
+
+from vllm_specplugins.tools.replay.costs import LLAMA_3_1_8B
+
+pytestmark = pytest.mark.skipif(RUNNER != "v2", reason="V1 plans what was drafted")
+SIZES = [(512, 64), *([(8192, 200), (2048, 256)] if ALL else [])]  # tokens a step, requests that decode
+
+
+@pytest.mark.parametrize(("tokens", "num_reqs"), SIZES)
+def test_prompts_are_admitted(tokens: int, num_reqs: int) -> None:
+    """K = 31 for all of them is more than a step, or most of one. Kills: planned drafts that leave requests out or
+    prompts waiting (`MakesRoom`); drafts that a step could verify, and does not plan."""
+    arms = []
+    for config in (None, {"method": "prompt_lookup"}):
+        loaded = served(PlayedServer(config, LLAMA_3_1_8B, num_reqs, tokens), 400, waiting=5)
+        server = PlayedServer(config, LLAMA_3_1_8B, num_reqs, tokens)
+        alone = served(server, 300)
+        least = min(map(len, server.emitted.values()))
+        arms.append((loaded["prompts a second"], alone["tokens a second"], least))
+    (rate, speed, steps), (own_rate, own_speed, own_least) = arms
+    assert own_rate >= 0.95 * rate > 0 and own_speed > 1.05 * speed and own_least > 0.5 * steps > 0

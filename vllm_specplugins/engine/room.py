@@ -1,0 +1,57 @@
+"""Room for prompts and for all running requests. vLLM's scheduler takes a step's tokens request by request, for each
+one those of its whole draft, whatever the device verifies. Long drafts would leave requests out, and read no prompt."""
+
+from itertools import chain, islice
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+_MANY = 256  # tokens of prompts that make a step long
+_BESIDE = 32  # tokens of such prompts for each draft token, so that drafts hardly delay a first token
+_READY = RequestStatus.WAITING, RequestStatus.PREEMPTED
+
+
+class MakesRoom:
+    """A mixin for vLLM's schedulers: drafts get the tokens that the next step does not need.
+
+    Attributes:
+        draft_limit: the length to which the newest step shortened all drafts; None: it shortened none.
+    """
+
+    draft_limit: int | None = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.draft_limit = self._shorten_drafts()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _shorten_drafts(self) -> int | None:
+        running: list[Any] = self.running  # type: ignore[attr-defined]
+        drafts = [request for request in running if request.spec_token_ids]
+        if not drafts:
+            return None
+        counts = (each.num_tokens + each.num_output_placeholders - each.num_computed_tokens for each in running)
+        needed = sum(max(0, count) for count in counts)  # without drafts
+        room = self.max_num_scheduled_tokens - needed  # type: ignore[attr-defined]
+        waiting = self._num_waiting_tokens(room)
+        room, num_prompt = room - waiting, needed - len(running) + waiting
+        if num_prompt >= _MANY:
+            room = min(room, num_prompt // _BESIDE + len(drafts) // 2)
+        if sum(len(request.spec_token_ids) for request in drafts) <= room:
+            return None
+        limit = max(0, room) // len(drafts)
+        for request in drafts:
+            request.spec_token_ids = request.spec_token_ids[:limit]
+        return limit
+
+    def _num_waiting_tokens(self, room: int) -> int:
+        """The tokens of waiting prompts for which there are seats and memory, at most `room`."""
+        scheduler: Any = self
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
+        seats = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+        total = 0
+        for request in islice(chain(scheduler.kv_holding_waiting, scheduler.waiting), seats):
+            count = request.num_tokens - request.num_computed_tokens
+            if total >= room or total + count > free:
+                break
+            total += count if request.status in _READY else 0
+        return max(0, min(total, room))
