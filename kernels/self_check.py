@@ -182,9 +182,10 @@ def _rows(shapes: Shapes) -> _Case:
 
 def _drafting(shapes: Shapes) -> _Case:
     def operation(*rows: Any, implementation: str) -> list[torch.Tensor]:
+        draw: Any = coupled_sample
         sample: Any = rated_sample
         rated = [part for greedy in (True, False) for part in sample(*rows, greedy, implementation)]
-        return [coupled_sample(*rows, implementation), *rated]
+        return [draw(*rows, implementation), *rated]
 
     return _Case(operation, _drafted(shapes), num_near_ties=1, tolerance=_TOLERANCE)
 

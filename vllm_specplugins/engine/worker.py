@@ -82,7 +82,7 @@ class _WithProposer:
         self.vllm_config = alone = copy.copy(self.vllm_config)
         alone.speculative_config = self.speculative_config = None
         self.model_runner = kind(self.vllm_config, self.device)
-        self.__class__ = type(type(self).__name__, (_Plain, *type(self).__bases__[1:]), {})  # type: ignore[assignment]
+        self.__class__ = type(type(self).__name__, (_Plain, *type(self).__bases__[1:]), {})
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)

@@ -21,7 +21,8 @@ class Histories:
 
     def batch(self, batch: DraftBatch, rows: Sequence[int]) -> DraftBatch:
         """Returns the batch with copies for these rows; the others are empty."""
-        token_ids, options = [np.empty(0, np.int32)] * batch.num_reqs, [{}] * batch.num_reqs
+        token_ids: list[Int32Array] = [np.empty(0, np.int32)] * batch.num_reqs
+        options: list[Mapping[str, Any]] = [{}] * batch.num_reqs
         for row in rows:
             token_ids[row] = self._text(batch.request_ids[row], batch.token_ids[row])
             options[row] = self._copied(batch.request_ids[row], batch.options[row])

@@ -115,8 +115,8 @@ def tracebacks() -> Iterator[list[str]]:
     handler, level = logging.Handler(logging.DEBUG), logger.level
 
     def emit(record: logging.LogRecord) -> None:
-        if record.msg == TRACEBACK and record.args:
-            seen.append(str(record.args[0]))
+        if record.msg == TRACEBACK:
+            seen.append(record.getMessage())
 
     handler.emit = emit  # type: ignore[method-assign]
     logger.addHandler(handler)

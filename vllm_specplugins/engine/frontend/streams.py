@@ -84,7 +84,7 @@ def _detokenizer(tokenizer: Any, request: Any, prompt_token_ids: list[int] | Non
     like = SimpleNamespace(
         sampling_params=params, request_id="", prompt_token_ids=prompt_token_ids or [], prompt_embeds=None
     )
-    detokenizer: Any = IncrementalDetokenizer.from_new_request(tokenizer, like)  # type: ignore[arg-type]
+    detokenizer: Any = IncrementalDetokenizer.from_new_request(tokenizer, like)
     detokenizer.stop = []  # vLLM has already looked for them
     return detokenizer
 

@@ -42,7 +42,7 @@ def address_of(vllm_config: VllmConfig) -> Address | None:
 def serve(registry: CollectorRegistry, address: Address) -> None:
     """Serves the metrics in a thread. Raises OSError if the address is not free."""
     kind = type("Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in address.host else socket.AF_INET})
-    server = make_server(*address, _once_a_second(partial(generate_latest, registry)), kind, _Handler)
+    server: Any = make_server(*address, _once_a_second(partial(generate_latest, registry)), kind, _Handler)
     Thread(target=server.serve_forever, name="specplugins-metrics", daemon=True).start()
 
 

@@ -26,8 +26,8 @@ class StepLengths(CommonLength):
 
     def tell(self, scheduled: Any, output: Any) -> None:
         step_ms, counts, drafts = self.step_ms(), scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
-        lengths = getattr(scheduled, VERIFIES, None), scheduled.num_spec_tokens_to_schedule
-        if lengths[0] != lengths[1]:
+        length = scheduled.num_spec_tokens_to_schedule
+        if length != getattr(scheduled, VERIFIES, None):
             return
         num_reqs, share, emitted = len(counts), 1.0, output.sampled_token_ids
         total, num_drafts = scheduled.total_num_scheduled_tokens, sum(map(len, drafts.values()))
@@ -35,7 +35,7 @@ class StepLengths(CommonLength):
             num_reqs, verified = len(drafts) or list(counts.values()).count(1), getattr(output, VERIFIED, num_drafts)
             share = (num_reqs + min(verified, num_drafts)) / (total - num_drafts + min(verified, num_drafts))
             emitted = [emitted[output.req_id_to_index[request_id]] for request_id in drafts]
-        self.add(num_reqs, *lengths, step_ms, list(map(len, emitted)), share)
+        self.add(num_reqs, length, length, step_ms, list(map(len, emitted)), share)
 
 
 class _Choosing(LimitsMasks, CountsEmitted):

@@ -115,8 +115,8 @@ def play(
 
 
 def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> Totals:
-    how = {"drafter": candidate.drafter, "lengths": candidate.lengths}
-    return simulate(traffic, candidate.build, candidate.num_draft, load, **how, **more)
+    more |= {"drafter": candidate.drafter, "lengths": candidate.lengths}
+    return simulate(traffic, candidate.build, candidate.num_draft, load, **more)
 
 
 def is_past(gains: Sequence[float]) -> bool:

@@ -50,8 +50,8 @@ class DeviceLengths:
         self._verifies, self._length = self._length, self._chooser[num_running]
         step_ms = self._chooser.step_ms()
         if self._ended is not None:
-            num_reqs, *lengths, emitted, share = self._ended
-            self._chooser.add(num_reqs, *lengths, step_ms, emitted, share)
+            num_reqs, verified, drafted, emitted, share = self._ended
+            self._chooser.add(num_reqs, verified, drafted, step_ms, emitted, share)
         num_reqs, slots = len(decoding), self._slots.of(decoding)
         planned = np.full(num_reqs, self._verifies)
         if not planned.any():
