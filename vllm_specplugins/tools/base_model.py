@@ -167,17 +167,6 @@ def load_tokenizer(path: str) -> Any:
     return _from_pretrained(AutoTokenizer, path)
 
 
-def services(path: str, vocab_size: int) -> dict[str, Any]:
-    """`tokenize` and `codec` of a `ProposerContext`, with this checkpoint's tokenizer."""
-    from vllm_specplugins.engine.codec import TextCodec
-
-    tokenizer = load_tokenizer(path)
-    return {
-        "tokenize": lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
-        "codec": lambda: TextCodec(tokenizer, vocab_size),
-    }
-
-
 def load_config(path: str) -> Any:
     """The configuration of a checkpoint's language model. Raises ConfigError if there is none."""
     return _from_pretrained(AutoConfig, path).get_text_config()

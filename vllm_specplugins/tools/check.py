@@ -28,6 +28,7 @@ from vllm_specplugins.draft import (
     Proposer,
     ProposerContext,
 )
+from vllm_specplugins.engine.harness.text import services
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS, TRACEBACK, fault_of, logger
 from vllm_specplugins.isolation.histories import Histories
@@ -76,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     config, trace = parse_config(configured(args.proposer, args.options, args.time_budget_ms)), load()
     text = {}
     if args.tokenizer:
-        from vllm_specplugins.tools.base_model import services
+        from vllm_specplugins.tools.base_model import load_tokenizer
 
-        text = services(args.tokenizer, trace.vocab_size)
+        text = services(load_tokenizer(args.tokenizer), trace.vocab_size)
     with progress() as bars, tracebacks() as seen:
         task = bars.add_task("steps of the recording", total=len(trace.steps))
         violations, counters = check(config, trace, lambda: bars.advance(task), text)

@@ -1,0 +1,13 @@
+"""The services of an engine's tokenizer, for tools that play a proposer without an engine."""
+
+from typing import Any
+
+
+def services(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """`tokenize` and `codec` of a `draft.ProposerContext`, with a tokenizer of transformers."""
+    from vllm_specplugins.engine.codec import TextCodec
+
+    return {
+        "tokenize": lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        "codec": lambda: TextCodec(tokenizer, vocab_size),
+    }
