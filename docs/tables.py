@@ -155,6 +155,30 @@ def cascade_table(data: Facts) -> str:
     return table(*columns, rows=rows)
 
 
+def runners_table(data: Facts) -> str:
+    """A lookup and its cascade with a drafter on both model runners, by number of requests."""
+    rows, batches = [], sorted({row["batch"] for row in data["rows"]})
+    for task, method in dict.fromkeys((row["task"], row["method"]) for row in data["rows"]):
+        found = {row["batch"]: row for row in data["rows"] if (row["task"], row["method"]) == (task, method)}
+        speeds = [" / ".join(_figure(found.get(batch, {}).get(name)) for batch in batches) for name in ("v1", "v2")]
+        rows.append([f"{task.removeprefix('combined_')}, `{method}`", *speeds])
+    at = " / ".join(map(str, batches))
+    return table("task, method", f"V1, {at} requests", "V2", rows=rows)
+
+
+def lengths_table(data: Facts) -> str:
+    """A lookup with several K, by number of requests."""
+    rows = [
+        [f"{row['task']}, {row['runner'].upper()}", *(" / ".join(map(_figure, its)) for its in row["by_k"].values())]
+        for row in data["rows"]
+    ]
+    return table("text, runner", *(f"K = {k}" for k in data["rows"][0]["by_k"]), rows=rows)
+
+
+def _figure(speed_up: float | None) -> str:
+    return "-" if speed_up is None else f"{speed_up:.2f}"
+
+
 def speed(row: Facts) -> str:
     """A speed-up with its range."""
     return f"{row['speed_up']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
@@ -216,7 +240,7 @@ def performance_rows() -> str:
     played = [
         [
             words,
-            "replayed",
+            "replayed, V1",
             "`prompt_lookup`",
             speeds("prompt_lookup", *tasks),
             f"n-gram {speeds('ngram_gpu', *tasks)}",
@@ -228,7 +252,7 @@ def performance_rows() -> str:
     ]
     if cascade_table(public):
         rule = f"TensorRT-LLM's rule {speeds(RULE, 'edits')}"
-        played.append(["code edits with EAGLE", "replayed, as on V1", "`cascade`", speeds("cascade", "edits"), rule])
+        played.append(["code edits with EAGLE", "replayed, V1", "`cascade`", speeds("cascade", "edits"), rule])
     ours, theirs = ("{:.2f}x ({:.2f}-{:.2f})".format(*mean_of(name)) for name in ("prompt_lookup", NGRAM))
     served = ["eight tasks, SmolLM2", "CPU", "`prompt_lookup`", ours, f"n-gram {theirs}"]
     found = {row["task"]: row["by_requests"] for row in gpu["rows"]}
@@ -244,6 +268,8 @@ def performance_rows() -> str:
 
 TABLES = {
     "field_table": (lookup_table, cascade_table),
+    "runners": (runners_table,),
+    "lengths_by_k": (lengths_table,),
     "chat_model": (chat_table,),
     "gpu": (gpu_table,),
     "step_costs": (cost_table,),

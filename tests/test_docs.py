@@ -148,10 +148,10 @@ def test_words_of_errors() -> None:
 
 
 def test_tables_are_current() -> None:
-    """Fails if a table of docs/research/figures.md or docs/performance.md is not that of the data, or data lack their
+    """Fails if a table of docs/research/figures.md, performance.md or tuning.md is not that of the data, or data lack their
     command, commit, versions, clock or interval."""
     made = subprocess.run([sys.executable, "docs/tables.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    page = (DOCS / "research" / "figures.md").read_text() + (DOCS / "performance.md").read_text()
+    page = "".join((DOCS / name).read_text() for name in ("research/figures.md", "performance.md", "tuning.md"))
     for table in made.stdout.strip().split("\n\n"):
         assert table.strip() in page, f"run python docs/tables.py: {table[:80]}"
     facts = {path.name: json.loads(path.read_text()) for path in (DOCS / "figures").glob("*.json")}
