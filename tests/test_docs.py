@@ -148,7 +148,7 @@ def test_words_of_errors() -> None:
 
 
 def test_tables_are_current() -> None:
-    """Fails if a table of docs/research/figures.md, performance.md or tuning.md is not that of the data, or data lack their
+    """Fails if a table of research/figures.md, performance.md or tuning.md is not that of the data, or data lack their
     command, commit, versions, clock or interval."""
     made = subprocess.run([sys.executable, "docs/tables.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     page = "".join((DOCS / name).read_text() for name in ("research/figures.md", "performance.md", "tuning.md"))

@@ -266,6 +266,9 @@ def test_what_is_compared() -> None:
     on_v1 = candidates([json.dumps(config)], [4], "v1")
     assert [type(found.build(context)).__name__ for found in on_v1] == ["PromptLookup", "Cascade"]
     custom = {"method": "custom", "proposer": "vllm_specplugins.proposers.prompt_lookup:PromptLookup"}
+    late = candidates(["suffix_lookup"], [4])
+    assert [(found.lengths, found.is_late) for found in late] == [(None, True)] * 2
+    assert not any(found.is_late for found in candidates(["suffix_lookup"], [4], "v1"))
     assert not any(found.lengths for found in [*on_v1, *candidates([json.dumps(custom)], [4])])
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
     for name in ("early_exit", "ngram"):

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         "prompt_tokens": sum(sum(traffic.prompt_lengths) for traffic in tasks.values()),
         "output_tokens": sum(traffic.num_output_tokens for traffic in tasks.values()),
         "runner": args.runner,
+        "late": sorted({candidate.method for candidate in compared if candidate.is_late}),
         "costs": costs.source,
         "drafter": args.drafter,
         "host": HOST_SOURCE if costs is H100 else None,

@@ -162,6 +162,7 @@ def _notes(rows: Sequence[Row], best: Candidate | None, done: Mapping[str, Any])
     ]
     if done["requests"] < FEW_REQUESTS:
         words.append(f"{done['requests']} requests say little of others: play {FEW_REQUESTS} or more.")
+    words += [f"{method} is played as on V1: on V2 its drafts come a step or two later." for method in done["late"]]
     if best is not None and best.num_draft == done["most"]:
         words.append("The largest K tried is the best: try larger ones, or leave --num-draft out.")
     faulty = dict.fromkeys(row.method for row in rows if row.num_faults)
