@@ -28,6 +28,7 @@ FIRST_SLOPE = 0.05  # steps that one more draft token takes, before it is known
 SHARED_SLOPE = 0.02  # the same for several requests: their steps are longer
 TOKEN_SHARE = 0.32  # of the time per request: from 16 requests on, the first slope is at most this
 SLOPE_WEIGHT = 1.0  # w, in squared draft tokens of a request
+FEW_CALLS = 10  # after which the time of a call is an average of many
 FEW_REQS = 4  # above it, w grows with the number of requests, below with its square
 FIRST_WEIGHT = 8.0  # steps, at most, that other numbers of requests count for a new one
 LONGER = 1.35  # times as long a draft may be with each step that is known
@@ -38,6 +39,25 @@ MIN_MEMORY = 0.8  # of the record, per step: one long draft does not erase all o
 BEND_SHARE, BEND_WEIGHT = 0.1, 8.0  # weight of a step in its bucket's time; steps that the line counts beside a bucket
 BEYOND_WEIGHT = 0.05  # of the line after the last bucket
 MAX_STEP_BLAME = 0.5  # of a mean step: more of a surprise is not the drafts' doing
+
+
+@dataclass(slots=True)
+class UsualMs:
+    """The usual time of a call, in which one slow call counts little."""
+
+    is_warm: bool = False  # the first call warms up caches and compilers
+    num_calls: int = 0  # since the time is known
+    ms: float = 0.0
+
+    def add(self, ms: float) -> None:
+        if not self.is_warm:
+            self.is_warm = True
+            return
+        usual_ms = self.ms if self.num_calls else ms
+        was_held_up = ms * OUTLIER_RATIO < usual_ms
+        self.num_calls = 1 if was_held_up else self.num_calls + 1
+        weight = max(1 / FEW_CALLS, 1 / self.num_calls)
+        self.ms = usual_ms + weight * (min(ms, OUTLIER_RATIO * usual_ms) - usual_ms)
 
 
 @dataclass(slots=True)

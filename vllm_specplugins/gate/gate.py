@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.gate.costs import LoadCosts, StepCosts
+from vllm_specplugins.gate.costs import LoadCosts, StepCosts, UsualMs
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
-from vllm_specplugins.gate.step_times import OUTLIER_RATIO
 from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
 from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.arrays import Floats
@@ -29,32 +28,12 @@ from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
 EXPLORE_EVERY = 12  # steps, at least, between two trials of a stage that does not pay
 EXPLORE_SHARE = 0.01  # of the time, at most, goes to one kind of trial
-FEW_CALLS = 10  # after which a stage's time is an average of many
 MIN_CALLS = 3  # before which a stage's time may be a hiccup, and does not limit trials
 EMPTY_ANSWERS = 8  # in a row, after which the gate asks a stage on the host only now and then
 ASK_EVERY = 50  # steps, at least, between two of these questions
 GOOD_ACCEPTANCE = 0.75  # probability for text that suits a stage, whatever the record of other text says
 RUN_MARGIN = 1.5  # a stage may bring this times its expected gain: a lookup continues its tokens, too
 CUTS, TRIALS, POLLS, SKIPS = range(4)  # for which the gate counts the steps since the last trial, by stage
-
-
-@dataclass(slots=True)
-class UsualMs:
-    """The usual time of a call, in which one slow call counts little."""
-
-    is_warm: bool = False  # the first call warms up caches and compilers
-    num_calls: int = 0  # since the time is known
-    ms: float = 0.0
-
-    def add(self, ms: float) -> None:
-        if not self.is_warm:
-            self.is_warm = True
-            return
-        usual_ms = self.ms if self.num_calls else ms
-        was_held_up = ms * OUTLIER_RATIO < usual_ms
-        self.num_calls = 1 if was_held_up else self.num_calls + 1
-        weight = max(1 / FEW_CALLS, 1 / self.num_calls)
-        self.ms = usual_ms + weight * (min(ms, OUTLIER_RATIO * usual_ms) - usual_ms)
 
 
 @dataclass(slots=True)
@@ -85,10 +64,9 @@ class Gate:
 
     def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
         """Adds the time of these tokens, or of an answer of a stage on the host."""
-        if num_tokens:
-            self._stages[stage].token.add(ms / num_tokens)
-        elif ms:
-            self._stages[stage].answer.add(ms)
+        record = self._stages[stage]
+        if num_tokens or ms:
+            (record.token if num_tokens else record.answer).add(ms / max(1, num_tokens))
 
     def split_draft(
         self,

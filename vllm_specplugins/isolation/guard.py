@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -217,10 +217,9 @@ class Guard:
 
 def end_all_ranks(name: str, fault: Fault) -> None:
     """Ends this process, and so all ranks, after a fault of a proposer that each of them runs."""
-    try:
+    with suppress(BaseException):  # a filter of the proposer may raise
         logger.error("%s %s (%s) on one of several ranks, which ends them all.", name, fault.kind, fault.cause)
-    finally:  # a filter of the proposer may raise
-        os._exit(1)  # an orderly exit would wait for the other ranks
+    os._exit(1)  # an orderly exit would wait for the other ranks
 
 
 def attempt(
