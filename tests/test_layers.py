@@ -80,7 +80,7 @@ IN_ENGINE_MAY_IMPORT = {
         "trees",
         "verify",
     },
-    "worker": {"codec", "emitted", "metrics", "v1", "v2"},
+    "worker": {"codec", "emitted", "hooks", "metrics", "v1", "v2"},
     "harness": {"emitted", "frontend", "hooks", "vllm_api"},
     "__init__": set(),
 }
