@@ -78,7 +78,6 @@ def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
     """vLLM's requests before the first one, by the worker's call that sends them. Kills: counts of them; a warm-up that
     their names decide, or that ends its mark before the call ends or not at all; logits of more rows than vLLM verifies
     at once, when the KV cache has taken the memory."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
     from vllm_specplugins.engine.v2 import memory
@@ -95,7 +94,8 @@ def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
         return run_mixed_prefill_decode_warmup(worker.model_runner, *steps, 8, req_id_prefix="any")
 
     monkeypatch.setattr(memory, "get_max_chunk_logits", lambda vocab_size: 2 * K)  # rows, for less than two requests
-    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", warm_up)
+    [theirs, *_] = [kind for kind in type(worker).__mro__ if kind.__module__.startswith("vllm.")]
+    monkeypatch.setattr(theirs, "compile_or_warm_up_model", warm_up)
     assert worker.compile_or_warm_up_model() is True and not speculator.barrier.is_warming_up
     assert worker.model_runner.scheduler_config is worker.scheduler_config
     assert layers.num_calls > 0 or replays(speculator._graphs) > replayed
@@ -107,13 +107,18 @@ def test_ids_as_in_a_warm_up(llm: Any, monkeypatch: pytest.MonkeyPatch, name: st
     """A client's id that begins like those of vLLM's warm-up is an id. Kills: a rehearsal for all requests because the
     first one has such an id: the others got no drafts, or wrong tokens from the q of another step."""
 
+    def stats() -> dict[str, Any]:
+        """The counts on the device arrive with the second call."""
+        _, [found] = (llm.collective_rpc("specplugins_stats") for _ in range(2))
+        return dict(found)
+
     def outcome(first: str) -> tuple[Any, Any]:
-        before, ids = llm.collective_rpc("specplugins_stats")[0], iter([first, "b"])
+        before, ids = stats(), iter([first, "b"])
         with monkeypatch.context() as patches:
             processor = llm.llm_engine.input_processor
             patches.setattr(processor, "assign_request_id", lambda request: named(request, next(ids)))
             outputs = generate(llm, PROMPTS, [2], max_tokens=6)
-        after = llm.collective_rpc("specplugins_stats")[0]
+        after = stats()
         return outputs, [after[count] - before[count] for count in ("drafted_tokens", "accepted_tokens")]
 
     def named(request: Any, request_id: str) -> None:
