@@ -20,6 +20,7 @@ from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
 from vllm_specplugins.engine.switch import NONE, checked_mode, is_off
+from vllm_specplugins.engine.vllm_api.compat import untested_version
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import cause_text, fault_of
 from vllm_specplugins.isolation.guard import end_all_ranks
@@ -51,18 +52,24 @@ class _WithProposer:
     use_v2_model_runner: bool
     model_runner: Any
     speculative_config: Any
-    device: Any
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
             from vllm_specplugins.engine.v2 import runner as runner
         else:
             from vllm_specplugins.engine.v1 import runner as runner  # type: ignore[no-redef]
-        with runner.while_built(self.vllm_config):
-            super().init_device()  # type: ignore[misc]
-        if not runner.is_known(self.model_runner):
-            self._become_plain()
-            return
+        problem = ""
+        try:
+            with runner.while_built(self.vllm_config):
+                super().init_device()  # type: ignore[misc]
+            if not runner.is_known(self.model_runner):
+                problem = f"does not know vLLM's model runner {type(self.model_runner).__name__}"
+        except Exception as error:
+            if untested_version() is None:
+                raise
+            problem = f"cannot build vLLM's model runner ({cause_text(error)})"
+        if problem:
+            return self._become_plain(problem)
         speculator = getattr(self.model_runner, "speculator", None)
         build = getattr(getattr(speculator, "specplugins", speculator), "new_proposer", None)
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
@@ -73,16 +80,14 @@ class _WithProposer:
         self._reporter = Reporter(self._barrier, method, show=show)
         self._reports = bool(show) or self.vllm_config.ec_transfer_config is None  # see metrics/report.py
 
-    def _become_plain(self) -> None:
-        """Replaces a runner of a class that we do not know by one without speculation, and this worker by vLLM's."""
-        kind = type(self.model_runner)
-        problem = f"vllm-specplugins does not know vLLM's model runner {kind.__name__}"
-        check_choice(problem)
-        logger.error("%s; serving without speculative decoding.", problem)
+    def _become_plain(self, problem: str) -> None:
+        """Becomes vLLM's worker, without speculation."""
+        check_choice(f"vllm-specplugins {problem}")
+        logger.error("vllm-specplugins %s; serving without speculative decoding.", problem)
         self.vllm_config = alone = copy.copy(self.vllm_config)
         alone.speculative_config = self.speculative_config = None
-        self.model_runner = kind(self.vllm_config, self.device)
         self.__class__ = type(type(self).__name__, (_Plain, *type(self).__bases__[1:]), {})
+        self.init_device()
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
