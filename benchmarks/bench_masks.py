@@ -35,8 +35,8 @@ SCHEMA = {
     "properties": {"name": STRING, "address": STRING, "items": {"type": "array", "items": ITEM}},
     "required": ["name", "address", "items"],
 }
-TEXT = """{"name": "Ann Lee from the sales office", "address": "12 Karl Johans gate, Oslo", "items":
- [{"title": "a lamp", "count": 3}, {"title": "two chairs", "count": 2}]}""".replace("\n", "")
+ITEMS = [{"title": title, "count": 3} for title in ("a lamp", "two chairs", "a table of oak")]
+TEXT = json.dumps({"name": "Ann Lee from the sales office", "address": "12 Karl Johans gate, Oslo", "items": ITEMS})
 MODEL = Path(__file__).parents[1] / "examples" / "demo" / "model"
 ANSWERS: dict[tuple[int, ...], list[int]] = {}  # prompt -> what the target answers
 
@@ -104,8 +104,8 @@ def fill_times(num_reqs: int, arms: dict[str, tuple[int, int, bool]], tokens: li
 
 def fill_table() -> list[dict[str, Any]]:
     (tokens, ids), table = tekken(), []
-    for num_reqs in (64, 8):
-        for length in (5, 15, 31):
+    for num_reqs in (8, 64):
+        for length in (31, 15, 5):
             for num_draft in sorted({0, 5, length}):
                 arms = {"none": (0, 0, False), "vllm": (length, num_draft, False), "ours": (length, num_draft, True)}
                 row = {"vllm": version("vllm").split("+")[0], "requests": num_reqs, "k": length, "drafted": num_draft}
