@@ -19,15 +19,8 @@ def served(model: Path, *arguments: str) -> Iterator[openai.OpenAI]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += [
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--enable-auto-tool-choice",
-        "--tool-call-parser",
-        "hermes",
-    ]
-    command += arguments
+    command += ["--enforce-eager", "--max-model-len", "512", *arguments]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
     environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"  # a connection that it closes may be in use again by then
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
