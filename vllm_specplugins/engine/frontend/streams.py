@@ -81,7 +81,7 @@ def _detokenizer(tokenizer: Any, request: Any, prompt_token_ids: list[int] | Non
     """vLLM's detokenizer of the request: it holds text back that may become a stop string."""
     names = "stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"
     params = SamplingParams(**{name: getattr(request, name) for name in names if hasattr(request, name)})
-    like = SimpleNamespace(
+    like: Any = SimpleNamespace(
         sampling_params=params, request_id="", prompt_token_ids=prompt_token_ids or [], prompt_embeds=None
     )
     detokenizer: Any = IncrementalDetokenizer.from_new_request(tokenizer, like)
