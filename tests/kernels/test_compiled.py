@@ -223,7 +223,7 @@ def check(lines: list[dict[str, Any]], target: str) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    return reported("sm_90", "sm_80,sm_100,gfx942")
+    return reported("", ",".join(TARGETS))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -294,7 +294,7 @@ def test_every_configuration() -> None:
 if __name__ == "__main__":
     if sys.argv[1].startswith("--"):
         whole, others, lengths = (part.split("=")[1].split(",") for part in sys.argv[1:])
-        report([int(length) for length in lengths], whole, [name for name in others if name])
+        report([int(length) for length in lengths], *([name for name in names if name] for names in (whole, others)))
     for version in sys.argv[1:]:
         if not version.startswith("--"):
             for line in reported(",".join(TARGETS), lengths=LENGTHS, version=version):
