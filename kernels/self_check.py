@@ -53,6 +53,10 @@ class Finding(NamedTuple):
     # one sentence; empty: as the reference
     problem: str
 
+    @property
+    def advice(self) -> str:
+        return " Draft without trees: leave out tree, or lookahead." if self.name.startswith("trees") else ""
+
 
 class _Case(NamedTuple):
     operation: Callable[..., Any]  # operation(*arguments, implementation=...) returns tensors [rows, ...]
@@ -102,6 +106,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[], _Case]]]:
         yield "noise", partial(_noise, shapes)
     if shapes.looks_up:
         yield "lookup", partial(_lookup, shapes)
+    if shapes.looks_up or shapes.trims or shapes.cascades:  # drafts are rated
         yield "acceptance", partial(_acceptance, shapes)
     if shapes.trims:
         yield "budget", partial(_budget, shapes)

@@ -98,11 +98,11 @@ def note_launches(llm: Any) -> None:
 
     from vllm_specplugins.engine.self_check import shapes_of
 
+    config = llm.llm_engine.vllm_config
     for launched in LAUNCHED:
-        if llm.llm_engine.vllm_config.speculative_config is not None and launched:
-            missing = launched - checked(shapes_of(llm.llm_engine.vllm_config))
-            UNCHECKED.extend((llm.llm_engine.vllm_config.speculative_config, own) for own in missing)
-        launched.clear()
+        if launched and hasattr(config.speculative_config, "plugin_config"):
+            missing = launched - checked(shapes_of(config))
+            UNCHECKED.extend((config.speculative_config.plugin_config, own) for own in missing)
 
 
 @pytest.fixture(scope="module", autouse=INTERPRETED)
@@ -284,6 +284,8 @@ def engine() -> Iterator[Callable[..., Any]]:
                 defaults["num_gpu_blocks_override"] = 256
             elif torch.cuda.is_available():  # several test processes share the GPU
                 defaults |= SHARE_OF_GPU
+            for launched in LAUNCHED:
+                launched.clear()
             llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
             alive.update(llm=llm, key=key)
             if start.records and getattr(runner(llm), "adaptive_verification", None):

@@ -157,3 +157,11 @@ def test_planted(
     (package / file).write_text(source.replace(old, new))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert problems(package.name, vocab_size, check) == {check: "differs from its reference"}
+
+
+def test_advice() -> None:
+    """Kills: a server that drafts nothing because of trees, and a log that does not say so."""
+    from vllm_specplugins.kernels.self_check import Finding
+
+    assert "without trees" in Finding("trees, attention", "cannot run").advice
+    assert Finding("rows", "cannot run").advice == ""

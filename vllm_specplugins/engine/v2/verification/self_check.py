@@ -53,9 +53,9 @@ def _warm(runner: Any, speculator: Any) -> Iterator[Finding]:
 
 def _has_problem(findings: Iterator[Finding]) -> bool:
     problems = [finding for finding in findings if finding.problem]
-    for name, problem in problems:
-        advice = " Draft without trees: leave out tree, or lookahead." if name.startswith("trees") else ""
-        logger.warning("Self-check of %s: it %s; vLLM samples, and nothing is drafted.%s", name, problem, advice)
+    for found in problems:
+        words = "Self-check of %s: it %s; vLLM samples, and nothing is drafted.%s"
+        logger.warning(words, found.name, found.problem, found.advice)
     return bool(problems)
 
 
