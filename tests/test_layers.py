@@ -42,11 +42,12 @@ MAY_IMPORT = {
     "device": {"draft"},
     "plan": {"config", "methods"},
     "parsing": {"config", "custom", "methods"},
-    "commands": {"config"},
-    "__main__": {"__version__", "commands", "config", "methods", "parsing"},
+    "arguments": {"config"},
+    "commands": {"arguments"},
+    "__main__": {"__version__", "arguments", "commands", "config", "methods", "parsing"},
     "__init__": {"config", "engine"},
 }
-_BELOW = {*MAY_IMPORT} - {"commands", "__main__", "__init__"}
+_BELOW = {*MAY_IMPORT} - {"arguments", "commands", "__main__", "__init__"}
 MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade"} | {"engine"}}
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {
@@ -54,7 +55,9 @@ IN_ENGINE_MAY_IMPORT = {
     "hooks": set(),
     "built_in": set(),
     "trees": set(),
-    "emitted": {"metrics"},
+    "switch": {"hooks"},
+    "room": set(),
+    "emitted": {"metrics", "room", "switch"},
     "masks": {"hooks"},
     "grammar": {"codec", "emitted", "frontend", "masks"},
     "self_check": set(),
@@ -63,9 +66,9 @@ IN_ENGINE_MAY_IMPORT = {
     "adaptive": {"frontend", "hooks", "verify"},
     "verify": set(),
     "target": {"hooks"},
-    "frontend": {"built_in", "hooks", "masks", "metrics", "self_check", "target", "trees", "vllm_api"},
+    "frontend": {"built_in", "hooks", "masks", "metrics", "self_check", "switch", "target", "trees", "vllm_api"},
     "learning": set(),
-    "v1": {"built_in", "emitted", "frontend", "grammar", "hooks", "learning", "target", "verify"},
+    "v1": {"built_in", "emitted", "frontend", "grammar", "hooks", "learning", "switch", "target", "verify"},
     "v2": {
         "adaptive",
         "built_in",
@@ -76,12 +79,13 @@ IN_ENGINE_MAY_IMPORT = {
         "learning",
         "masks",
         "self_check",
+        "switch",
         "target",
         "trees",
         "verify",
     },
-    "worker": {"codec", "emitted", "hooks", "metrics", "v1", "v2"},
-    "harness": {"emitted", "frontend", "hooks", "vllm_api"},
+    "worker": {"codec", "emitted", "frontend", "hooks", "metrics", "switch", "v1", "v2", "vllm_api"},
+    "harness": {"codec", "emitted", "frontend", "hooks", "vllm_api"},
     "__init__": set(),
 }
 IN_V2_MAY_IMPORT = {

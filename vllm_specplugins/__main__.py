@@ -15,7 +15,8 @@ from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
 from vllm_specplugins import __version__
-from vllm_specplugins.commands import COMMANDS, adder
+from vllm_specplugins.arguments import adder
+from vllm_specplugins.commands import COMMANDS
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.config.fields import error_text
 

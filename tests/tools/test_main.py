@@ -15,7 +15,7 @@ import pytest
 
 from vllm_specplugins import __main__
 from vllm_specplugins.__main__ import main, parser
-from vllm_specplugins.commands import VLLM_NAMES
+from vllm_specplugins.arguments import VLLM_NAMES
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.report import write_json
 
@@ -210,7 +210,7 @@ def test_help_is_light() -> None:
     code = f"""
 import sys
 from vllm_specplugins.__main__ import main, parser
-from vllm_specplugins.commands import VLLM_NAMES
+from vllm_specplugins.arguments import VLLM_NAMES
 try:
     main(["calibrate", "--help"])
 finally:

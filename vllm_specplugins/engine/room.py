@@ -4,11 +4,8 @@ one those of its whole draft, whatever the device verifies. Long drafts would le
 from itertools import chain, islice
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 _MANY = 256  # tokens of prompts that make a step long
 _BESIDE = 32  # tokens of such prompts for each draft token, so that drafts hardly delay a first token
-_READY = RequestStatus.WAITING, RequestStatus.PREEMPTED
 
 
 class MakesRoom:
@@ -45,6 +42,8 @@ class MakesRoom:
 
     def _num_waiting_tokens(self, room: int) -> int:
         """The tokens of waiting prompts for which there are seats and memory, at most `room`."""
+        from vllm.v1.request import RequestStatus
+
         scheduler: Any = self
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
         seats = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
@@ -53,5 +52,6 @@ class MakesRoom:
             count = request.num_tokens - request.num_computed_tokens
             if total >= room or total + count > free:
                 break
-            total += count if request.status in _READY else 0
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                total += count
         return max(0, min(total, room))

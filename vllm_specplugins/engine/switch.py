@@ -7,8 +7,6 @@ import logging
 from collections import defaultdict
 from typing import Any
 
-from vllm.v1.engine.core import EngineCore
-
 from vllm_specplugins.engine.hooks import wrap
 
 logger = logging.getLogger("vllm.specplugins")
@@ -20,6 +18,8 @@ _NO_DRAFTS = defaultdict[int, int](int)
 
 def follow_calls() -> None:
     """Makes vLLM's engine tell the scheduler; once per process."""
+    from vllm.v1.engine.core import EngineCore
+
     wrap(EngineCore, "__init__", _asked_at_start)
     wrap(EngineCore, "collective_rpc", _with_scheduler)
 
