@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from adapters import WITH_ADAPTERS, adapter
 from cases import SUFFIX_LOOKUP, early_exit, progress
-from conftest import ALL, INTERPRETED, counted
+from conftest import ALL, INTERPRETED, counted, long
 from families import EXIT_LAYER, NUM_LAYERS, SHAPE, VOCAB_SIZE, checkpoint
 from parts import write_head
 
@@ -73,7 +73,7 @@ def test_all_layers_accept_everything(
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED and not ALL, reason="SPECPLUGINS_TESTS=all: as on V1")
-@pytest.mark.parametrize("stages", [(), ("prompt_lookup", {"method": "early_exit", "exit_layer": EXIT_LAYER})])
+@pytest.mark.parametrize("stages", [(), long(("prompt_lookup", {"method": "early_exit", "exit_layer": EXIT_LAYER}))])
 def test_default_length(engine: Any, prompts: Outputs, plain: Outputs, stages: Any) -> None:
     """A server with LoRA whose tokens and requests have the ratio of vLLM's defaults for GPUs, in a batch of both
     adapters and none. Fails if it does not start, or if K is not the largest that vLLM allows."""
