@@ -135,7 +135,12 @@ def test_threads_fill_many_masks() -> None:
     made, case = manager(K, max_num_seqs=160)
     batches: list[Any] = []
     submit = made._async_submit_fill_bitmask
-    made._async_submit_fill_bitmask = lambda batch: batches.append(batch) or submit(batch)
+
+    def note(batch: Any) -> Any:
+        batches.append(batch)
+        return submit(batch)
+
+    made._async_submit_fill_bitmask = note
     filled = masks._fill(original, made, *asked(case, [0] * 150))
     assert len(batches) == -(-150 // 16) and len(filled) == 150
 
