@@ -249,3 +249,28 @@ def test_a_new_request_of_lookahead(device: Device, monkeypatch: pytest.MonkeyPa
     with device.waits_forbidden(), device.ledger.step():
         speculator.add([SimpleNamespace(slot=0, token_ids=np.arange(20, dtype=np.int32))])
     assert on_host(speculator._proposer._pool[0, -3:-1]) == [[15, 16, 17, 18], [16, 17, 18, 19]]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_proposer_is_tried_in_a_capture(waits: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: a class that waits in the capture of a graph of drafting, which ends the start; one that is told of it
+    twice, or that does not wait and is stopped."""
+    from vllm_specplugins.device import DeviceDraft
+    from vllm_specplugins.engine.v2.speculators.custom import CustomDrafts
+
+    def draft(texts: Any, rows: torch.Tensor, most: torch.Tensor) -> DeviceDraft:
+        newest = texts.token_ids[rows, 0]
+        if waits:
+            newest[0].item()
+        return DeviceDraft(newest[:, None].repeat(1, 3), most)
+
+    tokens, lengths = torch.ones(4, 8, dtype=torch.int32, device=HERE), torch.ones(4, dtype=torch.int32, device=HERE)
+    states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=tokens), total_len=SimpleNamespace(gpu=lengths))
+    drafts, stopped = CustomDrafts(states, 3, 100), list[int]()
+    drafts.proposer, drafts.stop = SimpleNamespace(draft=draft), lambda: stopped.append(1)
+    drafts.probe()
+    assert stopped == [1] * waits and ("drafts nothing from now on" in caplog.text) == waits
+    rows, most = torch.arange(2, device=HERE), torch.full((2,), 3, dtype=torch.int32, device=HERE)
+    graph, match = record(lambda: drafts.match(rows, most, None))
+    graph.replay()
+    assert on_host(match.num_draft) == [0 if waits else 3] * 2 and stopped == [1] * waits
