@@ -18,6 +18,7 @@ from tree_attention import attend_by_reference
 
 K, NUM_TOKENS, FEW = 4, 8, slice(21, 23)
 PROMPTS = FEW
+WITHOUT_TAPES = "switches the simulated device on itself"
 
 
 def cascade(stage: dict[str, Any], **options: Any) -> dict[str, Any]:
