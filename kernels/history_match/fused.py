@@ -54,8 +54,7 @@ def _match_kernel(
     steps, lanes = tl.arange(0, _SHARED), tl.arange(0, TILE_SIZE)
     best_ptr += row.to(tl.int64) * num_all_tiles
     # Of the text, then of the reference; no match ends in the last token.
-    num_own, num_others = tl.cdiv(end - 1, TILE_SIZE - _SHARED), 0
-    num_own = tl.minimum(num_own, num_tiles)
+    num_own, num_others = tl.minimum(tl.cdiv(end - 1, TILE_SIZE - _SHARED), num_tiles), 0
     if num_all_tiles > num_tiles:
         num_others = tl.cdiv(tl.load(references.lengths + slot) - 1, TILE_SIZE - _SHARED)
         num_others = tl.minimum(num_others, num_all_tiles - num_tiles)
