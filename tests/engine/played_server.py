@@ -7,8 +7,8 @@ from played_scheduler import VOCAB_SIZE, Played
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_specplugins.engine.adaptive.budget import FREE, best_budget
 from vllm_specplugins.engine.emitted import VERIFIED
+from vllm_specplugins.gate.budget import FREE, best_budget
 from vllm_specplugins.tools.replay.costs import CostTable
 
 CONTEXT = 1000  # tokens of a request that decodes, for the costs
