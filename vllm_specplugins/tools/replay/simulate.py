@@ -257,7 +257,7 @@ class _DeviceEngine(_Engine):
         return super().step(running)
 
     def _drafting_ms(self) -> float:
-        return self._drafter_ms
+        return self._load.drafting_ms(self._num_reqs, 0.0) + self._drafter_ms
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
         assert self.barrier is not None
