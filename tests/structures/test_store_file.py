@@ -31,8 +31,8 @@ def store(path: Path, mark: bytes = MARK, vocab_size: int = VOCAB_SIZE, max_byte
     return StoreFile(path, mark, vocab_size, max_bytes)
 
 
-def saved(path: Path, texts: list[StoredText] = TEXTS, **room: int) -> bytes:
-    file = store(path, **room)
+def saved(path: Path, texts: list[StoredText] = TEXTS, max_bytes: int = 1 << 20) -> bytes:
+    file = store(path, max_bytes=max_bytes)
     file.open()
     for text in texts:
         file.append(record(text))

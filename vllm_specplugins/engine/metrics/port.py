@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Any, NamedTuple
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.exposition import ThreadingWSGIServer
@@ -42,7 +42,7 @@ def address_of(vllm_config: VllmConfig) -> Address | None:
 def serve(registry: CollectorRegistry, address: Address) -> None:
     """Serves the metrics in a thread. Raises OSError if the address is not free."""
     kind = type("Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in address.host else socket.AF_INET})
-    server: Any = make_server(*address, _once_a_second(partial(generate_latest, registry)), kind, _Handler)
+    server: WSGIServer = make_server(*address, _once_a_second(partial(generate_latest, registry)), kind, _Handler)
     Thread(target=server.serve_forever, name="specplugins-metrics", daemon=True).start()
 
 
