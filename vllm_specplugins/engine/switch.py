@@ -72,9 +72,17 @@ class Switched:
             return
         self.is_off = is_off
         self._other_lookup, self.dynamic_sd_lookup = self.dynamic_sd_lookup, self._other_lookup
+        self._forget_drafts()
+        logger.warning("Drafting is switched %s.", "off" if is_off else "on")
+
+    def _forget_drafts(self) -> None:
         for request in self.requests.values():
             request.spec_token_ids = []
-        logger.warning("Drafting is switched %s.", "off" if is_off else "on")
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        if self.is_off:
+            self._forget_drafts()
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]

@@ -35,13 +35,7 @@ def check_choice(problem: str) -> None:
 
 
 def vllm_alone(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """vLLM's configuration of the drafter that a cascade holds, if it holds one of vLLM.
-
-    >>> vllm_alone({"method": "cascade", "stages": ["prompt_lookup", {"method": "eagle3", "model": "HEAD"}]})
-    {'num_speculative_tokens': 5, 'method': 'eagle3', 'model': 'HEAD'}
-    >>> vllm_alone({"method": "prompt_lookup"}) is None
-    True
-    """
+    """vLLM's configuration of the drafter that a cascade holds, if it holds one of vLLM."""
     stages = raw.get("stages")
     for stage in stages if isinstance(stages, list | tuple) else ():
         theirs = stage if isinstance(stage, Mapping) else {"method": stage}
