@@ -98,13 +98,13 @@ def record_launches(lengths: Sequence[int]) -> list:
 
 
 def largest(launches: list) -> list:
-    """Of each kernel and type of logits, the launch with the most arguments."""
+    """Of each kernel and type of logits, the launch with the most arguments, and of these the most rows."""
     best: dict[Any, Any] = {}
     for launch in launches:
-        kernel, args, _ = launch
+        kernel, args, kwargs = launch
         types = str(types_of(args))
         key = kernel.fn.__name__, "torch.float32" in types, "torch.bfloat16" in types
-        size = sum(not part.endswith("NoneType'>") for part in types.split(","))
+        size = sum(not part.endswith("NoneType'>") for part in types.split(",")), kwargs.get("ROWS", 0)
         if key not in best or size > best[key][0]:
             best[key] = size, launch
     return [launch for _, launch in best.values()]
