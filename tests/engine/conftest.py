@@ -120,7 +120,7 @@ def whole_drafts() -> Iterator[None]:
     from vllm_specplugins.gate.step_times import StepTimes
 
     class Whole(StepTimes):
-        def choose(self, num_reqs: int) -> int:
+        def choose(self, num_reqs: int, num_lengths: int = 0) -> int:
             return self.lengths[-1]
 
     with pytest.MonkeyPatch.context() as patches:

@@ -89,7 +89,8 @@ def test_refusals(kind: Any, field: str, value: Any) -> None:
     from conftest import DEMO_MODEL
     from vllm.engine.arg_utils import EngineArgs
 
-    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=kind(), enforce_eager=True, **{field: value})
+    settings = {"max_model_len": 512, "enforce_eager": True, field: value}
+    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=kind(), **settings)
     refusal = r"not a multimodal model\.$" if field == "hf_overrides" else "lookahead must be left out with"
     with pytest.raises(ConfigError, match=refusal):
         args.create_engine_config()

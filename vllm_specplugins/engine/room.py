@@ -1,11 +1,22 @@
 """Room for prompts and for all running requests. vLLM's scheduler takes a step's tokens request by request, for each
 one those of its whole draft, whatever the device verifies. Long drafts would leave requests out, and read no prompt."""
 
+from collections import Counter
+from collections.abc import Mapping
 from itertools import chain, islice
 from typing import Any
 
 _MANY = 256  # tokens of prompts that make a step long
 _BESIDE = 32  # tokens of such prompts for each draft token, so that drafts hardly delay a first token
+
+
+def _num_tokens(counts: Mapping[int, int], limit: int) -> int:
+    """The tokens of drafts that are shortened to a limit; `counts` has the number of drafts by length.
+
+    >>> _num_tokens({1: 10, 31: 2}, 4)
+    18
+    """
+    return sum(min(length, limit) * count for length, count in counts.items())
 
 
 class MakesRoom:
@@ -31,11 +42,14 @@ class MakesRoom:
         room = self.max_num_scheduled_tokens - needed  # type: ignore[attr-defined]
         waiting = self._num_waiting_tokens(room)
         room, num_prompt = room - waiting, needed - len(running) + waiting
-        if num_prompt >= _MANY:
+        gate: str = self.vllm_config.speculative_config.plugin_config.common.gate  # type: ignore[attr-defined]
+        if num_prompt >= _MANY and gate != "off":  # without a gate, all drafts are verified that there is room for
             room = min(room, num_prompt // _BESIDE + len(drafts) // 2)
-        if sum(len(request.spec_token_ids) for request in drafts) <= room:
+        counts = Counter(len(request.spec_token_ids) for request in drafts)
+        longest = max(counts)
+        fitting = (limit for limit in range(longest, 0, -1) if _num_tokens(counts, limit) <= room)
+        if (limit := next(fitting, 0)) == longest:
             return None
-        limit = max(0, room) // len(drafts)
         for request in drafts:
             request.spec_token_ids = request.spec_token_ids[:limit]
         return limit

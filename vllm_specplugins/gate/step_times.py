@@ -96,9 +96,11 @@ class StepTimes:
         at = self.lengths.index(k)
         self._follow = _add(num_reqs, at, ms, share, np.array(emitted, np.int64), *self._arrays)
 
-    def choose(self, num_reqs: int) -> int:
-        """Returns the number of tokens to draft for each request: the best one or, in a trial, another one."""
-        choice: tuple[int, float, int, float] = _choose(num_reqs, self._num_trials, *self._follow, *self._arrays)
+    def choose(self, num_reqs: int, num_lengths: int = NUM_SIZES) -> int:
+        """Returns the number of tokens to draft for each request, of the first num_lengths of `lengths`: the best one
+        or, in a trial, another one."""
+        limits = num_reqs, min(num_lengths, len(self.lengths)), self._num_trials
+        choice: tuple[int, float, int, float] = _choose(*limits, *self._follow, *self._arrays)
         best, best_ms, other, lost_ms = choice
         self._saved_ms = min(self._saved_ms + TRIAL_SHARE * best_ms, MAX_SAVED * best_ms)
         self._num_steps += 1
@@ -204,23 +206,24 @@ def _survive(tokens: Any, survival: Any, lengths: Any, outcomes: Any, has_tree: 
 
 @compiled(
     types.Tuple((types.int64, types.float64, types.int64, types.float64))(
-        types.int64, types.int64, types.int64, types.float64, *_table_types
+        types.int64, types.int64, types.int64, types.int64, types.float64, *_table_types
     )
 )
 def _choose(
-    num_reqs: int, num_trials: int, up_to: int, follow: float, lengths: Any, times: Any, outcomes: Any, shape: Any
-) -> tuple[int, float, int, float]:
-    """Returns the best length, by index, and its ms; one to try, and the ms that the trial loses."""
+    num_reqs: int, num_lengths: int, num_trials: int, up_to: int, follow: float,
+    lengths: Any, times: Any, outcomes: Any, shape: Any,
+) -> tuple[int, float, int, float]:  # fmt: skip
+    """Returns the best of the first lengths, by index, and its ms; one to try, and the ms that the trial loses."""
     ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times, shape), np.empty((2, len(lengths)))
     has_tree = shape[2] > 0
     _survive(tokens, survival, lengths, outcomes, has_tree)
     tokens[up_to] = max(tokens[up_to], follow)
-    rates = tokens / ms
+    rates = (tokens / ms)[:num_lengths]
     best = np.flatnonzero(rates >= TIE * rates.max())[-1]
-    last = len(lengths) - 1
+    last = num_lengths - 1
     other = (0, best - 1, best + 1, last)[num_trials % (2 if best == last else 4 if has_tree else 3)]
     if best == 0:
-        other = 1 + rates[1:].argmax()
+        other = 1 + rates[1:].argmax() if last else 0
     return best, ms[best], other, max(0.0, ms[other] - tokens[other] / rates[best])
 
 

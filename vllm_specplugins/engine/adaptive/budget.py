@@ -192,10 +192,10 @@ def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], Non
     each. Its table therefore prices a draft token like another request, although the token reads the same keys and
     values as its request. Here the table's batches have no context, and four more batches measure the cost of a
     context. VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN turns this off."""
-    if envs.is_set(_CONTEXT_LEN):
-        return
     theirs, set_theirs = manager.batches_to_profile, manager.set_initial_cost_curves
     width = manager.num_speculative_steps + manager.num_bonus_tokens
+    if envs.is_set(_CONTEXT_LEN) or width > manager.req_states.max_num_batched_tokens:  # no step has a whole draft
+        return
     context_len = min(envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN, max_model_len - width)
 
     def batches_to_profile(capture_sizes: list[int]) -> Iterator[dict[str, Any]]:

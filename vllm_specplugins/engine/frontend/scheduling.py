@@ -72,19 +72,20 @@ def _device_bytes() -> int:
 
 
 def fitting(vllm_config: Any) -> SpecConfig | None:
-    """A copy with a smaller default of K if a step may not schedule 1 + K tokens; None if K fits. A dummy run of vLLM
-    has as many. Without a table of lengths, vLLM also pads a prompt that is cached up to one token to 1 + K tokens. It
-    never schedules such a prompt if this exceeds a step's budget, and fails if it exceeds the threshold of long
-    prompts. Raises ConfigError: no K fits, or not the user's."""
+    """A copy with a smaller default of K if a step may not schedule 1 + K tokens; None if K fits. Without a table of
+    lengths, vLLM pads a prompt that is cached up to one token to 1 + K tokens. It never schedules such a prompt if this
+    exceeds a step's budget, and fails if it exceeds the threshold of long prompts. Raises ConfigError: no K fits, or
+    not the user's."""
     scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
     config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
+    if has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING):
+        return None
     slots = speculative_config.max_num_new_slots_for_drafting
-    limits = {"max_num_batched_tokens": scheduler.max_num_batched_tokens - slots}
-    if not (has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING)):
-        limits |= {
-            "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
-            "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
-        }
+    limits = {
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens - slots,
+        "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
+        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
+    }
     limit, name = min((limit, name) for name, limit in limits.items() if limit)
     if config.length < limit:
         return None
@@ -92,9 +93,9 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
         num = config.length if config.says_length else 1
         raise ConfigError(
             f"{config.method}: {name} must allow {num + 1} tokens with {num} draft tokens (num_speculative_tokens), "
-            f"since a step verifies one token more, not {limit}."
+            f"since vLLM pads prompts to one token more, not {limit}."
         )
-    sentence = "%s: num_speculative_tokens is %d, not %d: a step verifies one token more, and %s allows %d tokens."
+    sentence = "%s: num_speculative_tokens is %d, not %d: vLLM pads prompts to one token more, and %s allows %d tokens."
     logger.info(sentence, config.method, limit - 1, config.length, name, limit)
     return shortened(config, limit - 1)
 

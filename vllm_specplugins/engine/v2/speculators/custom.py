@@ -3,7 +3,6 @@ form, it drafts nothing until the engine starts again, since no Python runs in a
 one of several ranks, which draft alike, a fault ends the process."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +54,8 @@ class CustomDrafts:
         """The draft of each row, cut at max_draft [R] and before a token outside the vocabulary."""
         zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
         rows = slots.clamp(max=len(self._texts.lengths) - 1)
-        draft = partial(self.proposer.draft, self._texts, rows, max_draft)
-        drafted = self._call(lambda: checked_draft(draft(), max_draft, self._max_num_draft))
+        given, limits = (self._texts, rows, max_draft), (max_draft, self._max_num_draft)
+        drafted = self._call(lambda: checked_draft(self.proposer.draft(*given), *limits))
         if drafted is None:
             return Match(zeros, max_draft * 0, max_draft * 0.0 + 1)
         token_ids, num_draft, confidence = drafted
