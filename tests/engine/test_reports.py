@@ -83,7 +83,7 @@ def test_what_is_in_a_report() -> None:
 
     assert counts(first) == {
         "asked": 2, "num_drafts": 2, "drafted_tokens": 4, "kept_tokens": 4, "draft_lengths\t0": 1,
-        "draft_lengths\t2": 2, "circuit_breaker_open": 0.0,
+        "draft_lengths\t2": 2, "circuit_breaker_open": 0.0, "drafting_off": 0.0,
     }  # fmt: skip
     assert counts(second) == {
         "asked": 4, "num_drafts": 2, "drafted_tokens": 3, "kept_tokens": 3, "num_draft_tokens": 7,
