@@ -38,7 +38,7 @@ class Histories:
         num_tokens = len(token_ids)
         if num_tokens > len(text):
             text, num_copied = np.empty(2 * num_tokens, np.int32), 0
-        if num_tokens < num_copied:  # the engine has taken tokens back
+        if not np.array_equal(text[:num_copied], token_ids[:num_copied]):  # the engine took tokens back, or one wrote
             num_copied = 0
         text[num_copied:num_tokens] = token_ids[num_copied:]
         self._texts[request_id] = text, num_tokens
