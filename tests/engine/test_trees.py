@@ -314,7 +314,8 @@ def test_refusals(
 
     if RUNNER == "v1":
         arguments, words = {}, "{} must be left out on Model Runner V1"
-    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=config, enforce_eager=True, **arguments)
+    settings = {"max_model_len": 512, "enforce_eager": True, **arguments}
+    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=config, **settings)
     if not words:
         args.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
         made = args.create_engine_config()

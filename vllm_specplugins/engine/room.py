@@ -27,6 +27,11 @@ class MakesRoom:
     """
 
     draft_limit: int | None = None
+    kv_cache_manager: Any
+    kv_holding_waiting: Any
+    waiting: Any
+    block_size: int
+    max_num_running_reqs: int
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.draft_limit = self._shorten_drafts()
@@ -37,7 +42,9 @@ class MakesRoom:
         drafts = [request for request in running if request.spec_token_ids]
         if not drafts:
             return None
-        counts = (each.num_tokens + each.num_output_placeholders - each.num_computed_tokens for each in running)
+        counts = (
+            request.num_tokens + request.num_output_placeholders - request.num_computed_tokens for request in running
+        )
         needed = sum(max(0, count) for count in counts)  # without drafts
         room = self.max_num_scheduled_tokens - needed  # type: ignore[attr-defined]
         waiting = self._num_waiting_tokens(room)
@@ -58,11 +65,10 @@ class MakesRoom:
         """The tokens of waiting prompts for which there are seats and memory, at most `room`."""
         from vllm.v1.request import RequestStatus
 
-        scheduler: Any = self
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
-        seats = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
+        seats = max(0, self.max_num_running_reqs - len(self.running))
         total = 0
-        for request in islice(chain(scheduler.kv_holding_waiting, scheduler.waiting), seats):
+        for request in islice(chain(self.kv_holding_waiting, self.waiting), seats):
             count = request.num_tokens - request.num_computed_tokens
             if total >= room or total + count > free:
                 break

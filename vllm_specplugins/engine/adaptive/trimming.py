@@ -51,10 +51,10 @@ def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any
     return result
 
 
-def record_single_tokens(manager: Any) -> None:
+def record_single_tokens(graphs: Any) -> None:
     """Makes a manager of graphs of any lengths up to K + 1 also record graphs of one token per request: TRITON_ATTN
     splits the keys of a long text only there, and steps without drafts use them."""
-    for descs in chain(manager._capture_descs.values(), manager._candidates.values()):
+    for descs in chain(graphs._capture_descs.values(), graphs._candidates.values()):
         widths = [(1, desc.max_query_len) if (desc.max_query_len or 1) > 1 else (desc.max_query_len,) for desc in descs]
         descs[:] = [
             replace(desc, max_query_len=width) for desc, both in zip(descs, widths, strict=True) for width in both

@@ -44,9 +44,9 @@ class FewGraphs(dict[int, Any]):
 def for_warm_up(runner: Any) -> Any:
     """A scheduler's configuration with as many requests as vLLM verifies at once: its warm-up would make logits of up
     to 16,384 rows, when the KV cache has taken the memory."""
-    config, width = copy.copy(runner.scheduler_config), runner.num_speculative_steps + 1
-    config.max_num_seqs = max(1, min(config.max_num_seqs, get_max_chunk_logits(runner.vocab_size) // width))
-    return config
+    scheduler, width = copy.copy(runner.scheduler_config), runner.num_speculative_steps + 1
+    scheduler.max_num_seqs = max(1, min(scheduler.max_num_seqs, get_max_chunk_logits(runner.vocab_size) // width))
+    return scheduler
 
 
 def attach(runner: Any, speculator: Any) -> None:
