@@ -1,6 +1,7 @@
 """Drafting where vLLM measures, and where nobody can use it: it costs what it will cost, or nothing."""
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -102,6 +103,9 @@ def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert llm.collective_rpc("specplugins_stats")[0] == before
 
 
+_NUMBERS = count()
+
+
 @pytest.mark.parametrize("name", ["_v2_", "_warmup_"])
 def test_ids_as_in_a_warm_up(llm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A client's id that begins like those of vLLM's warm-up is an id. Kills: a rehearsal for all requests because the
@@ -113,13 +117,14 @@ def test_ids_as_in_a_warm_up(llm: Any, monkeypatch: pytest.MonkeyPatch, name: st
         return dict(found)
 
     def outcome(first: str) -> tuple[Any, Any]:
-        before, ids = stats(), iter([first, "b"])
+        # A new id each time, as vLLM makes them: the last step of a request may arrive after its end.
+        before, ids = stats(), iter([f"{first}{next(_NUMBERS)}", f"b{next(_NUMBERS)}"])
         with monkeypatch.context() as patches:
             processor = llm.llm_engine.input_processor
             patches.setattr(processor, "assign_request_id", lambda request: named(request, next(ids)))
             outputs = generate(llm, PROMPTS, [2], max_tokens=6)
         after = stats()
-        return outputs, [after[count] - before[count] for count in ("drafted_tokens", "accepted_tokens")]
+        return outputs, [after[name] - before[name] for name in ("drafted_tokens", "accepted_tokens")]
 
     def named(request: Any, request_id: str) -> None:
         request.external_req_id, request.request_id = request.request_id, request_id
