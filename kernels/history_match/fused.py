@@ -49,8 +49,7 @@ def _match_kernel(
     if tl.load(wanted_ptr + row) == 0:
         return
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    end = tl.load(texts.lengths + slot)
-    text_ptr = texts.token_ids + slot * stride
+    end, text_ptr = tl.load(texts.lengths + slot), texts.token_ids + slot * stride
     steps, lanes = tl.arange(0, _SHARED), tl.arange(0, TILE_SIZE)
     best_ptr += row.to(tl.int64) * num_all_tiles
     # Of the text, then of the reference; no match ends in the last token.

@@ -33,8 +33,7 @@ def _attend_kernel(
     """Runs an online softmax over the tiles of a request's keys."""
     request, kv_head = tl.program_id(0), tl.program_id(2)
     query_ptr, starts_ptr, seq_lens_ptr, table_ptr = query
-    key_ptr, value_ptr = cache
-    bits_ptr, first_ptr = mask
+    key_ptr, value_ptr, bits_ptr, first_ptr = cache[0], cache[1], mask[0], mask[1]
     query_strides, out_strides, key_strides, value_strides = strides
     start = tl.load(starts_ptr + request)
     num_tokens = tl.load(starts_ptr + request + 1) - start

@@ -27,6 +27,7 @@ class MakesRoom:
     """
 
     draft_limit: int | None = None
+    running: list[Any]
     kv_cache_manager: Any
     kv_holding_waiting: Any
     waiting: Any
@@ -38,7 +39,7 @@ class MakesRoom:
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def _shorten_drafts(self) -> int | None:
-        running: list[Any] = self.running  # type: ignore[attr-defined]
+        running = self.running
         drafts = [request for request in running if request.spec_token_ids]
         if not drafts:
             return None
@@ -52,9 +53,9 @@ class MakesRoom:
         gate: str = self.vllm_config.speculative_config.plugin_config.common.gate  # type: ignore[attr-defined]
         if num_prompt >= _MANY and gate != "off":  # without a gate, all drafts are verified that there is room for
             room = min(room, num_prompt // _BESIDE + len(drafts) // 2)
-        counts = Counter(len(request.spec_token_ids) for request in drafts)
-        longest = max(counts)
-        fitting = (limit for limit in range(longest, 0, -1) if _num_tokens(counts, limit) <= room)
+        lengths = Counter(len(request.spec_token_ids) for request in drafts)
+        longest = max(lengths)
+        fitting = (limit for limit in range(longest, 0, -1) if _num_tokens(lengths, limit) <= room)
         if (limit := next(fitting, 0)) == longest:
             return None
         for request in drafts:
