@@ -21,7 +21,7 @@ def speeds(kind: str, batch: int, costs: CostTable, draft_us: float) -> list[flo
     traffic, load = Traffic(), Load(costs, batch, draft_us)
     for prompt, output in trace(kind, max(20, 4 * batch), at_a_time=batch, max_output=300):
         traffic.add(prompt, output)
-    builds = [None, *(candidate.build for candidate in candidates(["prompt_lookup"], [8]))]
+    builds = [None, *(candidate.build for candidate in candidates(["prompt_lookup"], [8], "v1"))]
     plain, always, gated = (simulate(traffic, build, 8, load).tokens_per_ms for build in builds)
     return [always / plain, gated / plain]
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         from vllm_specplugins.tools.base_model import load_tokenizer
 
         text = services(load_tokenizer(args.tokenizer), trace.vocab_size)
-    with progress() as bars, tracebacks() as seen:
+    with tracebacks() as seen, progress() as bars:
         task = bars.add_task("steps of the recording", total=len(trace.steps))
         violations, counters = check(config, trace, lambda: bars.advance(task), text)
     if counters.request_steps:
