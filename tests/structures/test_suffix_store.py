@@ -127,14 +127,15 @@ def test_memory():
         done += len(text)
         store.work(int(rng.integers(1, 20_000)))
         assert store.num_bytes <= max_bytes
-    held = tracemalloc.get_traced_memory()[0]
+    ours = [tracemalloc.Filter(True, "*vllm_specplugins*", all_frames=True)]  # not of threads that other tests left
+    held = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces)
     tracemalloc.stop()
     store.work()
     texts = store.texts()
     assert len(texts) == store.num_texts and sum(len(text.tokens) for text in texts) == store.num_tokens
     assert {text.tenant for text in texts} == set(store._tenants)
     assert store.num_tokens > 0.8 * store.max_tokens, "texts fill the room"
-    assert abs(held - store.num_bytes) < 0.011 * max_bytes
+    assert abs(held - store.num_bytes) < 0.01 * max_bytes
 
 
 def test_used_stays():
