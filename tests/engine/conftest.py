@@ -89,28 +89,30 @@ def v2_on_a_cpu() -> Iterator[None]:
 
 
 LAUNCHED: list[set[Any]] = []  # the variants of our kernels that the newest engine has launched
-UNCHECKED: list[Any] = []  # engines' configurations, and what their self-checks would not have launched
+ENGINES: list[tuple[str, Any, set[Any]]] = []  # the method of each engine of a file, its shapes, what it has launched
 
 
 def note_launches(llm: Any) -> None:
-    """Compares an engine's launches with its self-check's; test_compiled.py compiles the latter."""
-    from launch_keys import checked
-
+    """Keeps what an engine has launched, for `launches_are_checked`."""
     from vllm_specplugins.engine.self_check import shapes_of
 
     config = llm.llm_engine.vllm_config
     for launched in LAUNCHED:
         if launched and hasattr(config.speculative_config, "plugin_config"):
             shapes = shapes_of(config)._replace(trims=True)  # a fault ends trimming after it has run
-            missing = launched - checked(shapes)
-            UNCHECKED.extend((config.speculative_config.plugin_config.method, own) for own in missing)
+            ENGINES.append((config.speculative_config.plugin_config.method, shapes, set(launched)))
 
 
 @pytest.fixture(scope="module", autouse=INTERPRETED)
 def launches_are_checked() -> Iterator[None]:
-    """Fails if an engine launches a variant of a kernel that neither its self-check nor test_compiled.py compiles."""
+    """Fails if an engine launches a variant of a kernel that neither its self-check nor test_compiled.py compiles. The
+    self-check is recorded here, where no file has replaced a kernel by its reference (`verify_by_reference`).
+    """
+    from launch_keys import checked
+
     yield
-    unchecked, UNCHECKED[:] = list(UNCHECKED), []
+    engines, ENGINES[:] = list(ENGINES), []
+    unchecked = [(method, key) for method, shapes, launched in engines for key in launched - checked(shapes)]
     assert not unchecked, "\n".join(map(str, unchecked))
 
 
@@ -130,7 +132,7 @@ def whole_drafts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=TAPES)
-def tapes(request: pytest.FixtureRequest, engine: Any) -> Iterator[None]:
+def tapes(request: pytest.FixtureRequest, engine: Any, launches_are_checked: None) -> Iterator[None]:
     """Engines run on the simulated device and record graphs, but in files that say why not (WITHOUT_TAPES), and in the
     device's own, which switch it on. Verification is the reference's where a file is not about it (REAL_KERNELS).
     """
