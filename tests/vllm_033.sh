@@ -17,7 +17,8 @@ make_overlay() {
     "$venv/bin/python" -m pip download -q --no-deps --only-binary=:all: --platform=manylinux_2_28_x86_64 \
         --python-version=3.12 -d "$work" "vllm==$version" &>"$work/log" || return 1
     "$venv/bin/python" -m zipfile -e "$work"/vllm-*.whl "$work/unpacked"
-    "$venv/bin/python" -m pip install -q --no-deps --target "$work/overlay" 'orjson>=3.11.6' &>>"$work/log" || return 1
+    "$venv/bin/python" -m pip install -q --no-deps --target "$work/overlay" 'orjson>=3.11.6' \
+        triton==3.8.0 &>>"$work/log" || return 1 # what its torch 2.14 pins
     mv "$work/unpacked/vllm" "$work/overlay/vllm"
     find "$work/overlay/vllm" -name '*.so' -delete # compiled for CUDA
     for library in _C _C_AVX2 _C_AVX512 fs_io_C spinloop; do
@@ -31,7 +32,7 @@ make_overlay() {
 }
 
 [[ $gpu == none ]] || fail "vLLM $version is tested with the pip that installs it where there is a GPU."
-if [[ ! -d $overlay ]] && ! make_overlay; then
+if [[ ! -d $overlay/triton ]] && ! make_overlay; then
     echo "vLLM $version cannot be downloaded here, so nothing is tested on it."
     exit 0
 fi

@@ -7,14 +7,13 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from shortened import first_layers
+from torch.utils._pytree import tree_map_only
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -89,6 +88,7 @@ def v2_on_a_cpu() -> Iterator[None]:
 
 
 LAUNCHED: list[set[Any]] = []  # the variants of our kernels that the newest engine has launched
+FORMS: dict[Any, set[Any]] = {}  # the launches of an operation, by what its arguments are
 ENGINES: list[tuple[str, Any, set[Any]]] = []  # the method of each engine of a file, its shapes, what it has launched
 
 
@@ -103,10 +103,24 @@ def note_launches(llm: Any) -> None:
             ENGINES.append((config.speculative_config.plugin_config.method, shapes, set(launched)))
 
 
+def note_launch(kernel: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Counts what a kernel launches whose reference runs in its place."""
+    from launch_keys import form_of, recorded, variant
+
+    form = kernel.__module__, kernel.__name__, form_of((arguments, tuple(sorted(named.items()))))
+    if form not in FORMS:
+        copies = tree_map_only(torch.Tensor, torch.clone, (arguments, named))
+        with recorded("vllm_specplugins.kernels", runs=False, key_of=variant) as launched:
+            kernel(*copies[0], **copies[1])
+        FORMS[form] = launched
+    for launched in LAUNCHED:
+        launched |= FORMS[form]
+
+
 @pytest.fixture(scope="module", autouse=INTERPRETED)
 def launches_are_checked() -> Iterator[None]:
     """Fails if an engine launches a variant of a kernel that neither its self-check nor test_compiled.py compiles. The
-    self-check is recorded here, where no file has replaced a kernel by its reference (`verify_by_reference`).
+    self-check is recorded here, where no file has replaced a kernel by its reference.
     """
     from launch_keys import checked
 
@@ -134,53 +148,22 @@ def whole_drafts() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=TAPES)
 def tapes(request: pytest.FixtureRequest, engine: Any, launches_are_checked: None) -> Iterator[None]:
     """Engines run on the simulated device and record graphs, but in files that say why not (WITHOUT_TAPES), and in the
-    device's own, which switch it on. Verification is the reference's where a file is not about it (REAL_KERNELS).
+    device's own, which switch it on. Our kernels are their references where a file is not about them (REAL_KERNELS).
     """
     engine.stop()
     if "test_simulated" in request.module.__name__ or hasattr(request.module, "WITHOUT_TAPES"):
         yield
         return
     from simulated_device.device import simulated_device
+    from simulated_device.references import patch_kernels
 
     with simulated_device(is_cuda=True), pytest.MonkeyPatch.context() as patches:
         if not hasattr(request.module, "REAL_KERNELS"):
-            verify_by_reference(patches)
+            patch_kernels(patches, note_launch)
         engine.records = True
         yield
         engine.records = False
         engine.stop()
-
-
-def verify_by_reference(patches: pytest.MonkeyPatch) -> None:
-    """As if the reference were a kernel, which a graph records: the real ones take up to a second a step here."""
-    from simulated_device import tape
-    from torch.utils._python_dispatch import _disable_current_modes
-    from vllm_specplugins.kernels import rejection
-    from vllm_specplugins.kernels.rejection import reference, step
-
-    from vllm_specplugins.engine.v2.verification import verify
-
-    def as_kernel(operation: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
-        def run(*arguments: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-            def results() -> tuple[torch.Tensor, ...]:
-                with _disable_current_modes(), torch._C.DisableTorchFunction():
-                    return operation(*arguments, **named)
-
-            made = tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results())
-            if tape.capturing():
-                again = lambda: [old.copy_(new) for old, new in zip(made, results(), strict=True)]  # noqa: E731
-                tape.launch("reference", again, writes=[])
-            return made
-
-        return run
-
-    def sample_step(*arguments: Any, operation: Any) -> tuple[torch.Tensor, ...]:
-        run = step.sample_step if operation else as_kernel(partial(step.sample_step, implementation="reference"))
-        return run(*arguments, operation=operation)
-
-    kernel = SimpleNamespace(rejection_sample=as_kernel(reference.rejection_sample))
-    patches.setattr(rejection, "module_of", lambda *_: kernel)
-    patches.setattr(verify, "sample_step", sample_step)
 
 
 @pytest.fixture(scope="session")

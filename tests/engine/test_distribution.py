@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import generate
-from conftest import ALL, EXAMPLES, INTERPRETED, RUNNER, graphs, long, spec_metrics, verify_by_reference
+from conftest import ALL, EXAMPLES, INTERPRETED, RUNNER, graphs, long, spec_metrics
 from eagle_heads import eagle_head, mtp_model, parallel_head
 from families import FAMILIES, make_model
 from parts import learner_of, swaps_weights, with_embeddings, write_head
@@ -158,11 +158,12 @@ def prepared(row: Row, engine: Any) -> Iterator[None]:
         yield
         return
     from simulated_device.device import simulated_device
+    from simulated_device.references import patch_verification
 
     engine.stop()
     device = simulated_device(is_cuda=True) if row.runs == "in graphs" else nullcontext()
     with device, pytest.MonkeyPatch.context() as patches:
-        verify_by_reference(patches)
+        patch_verification(patches)
         if row.runs == "a tree":
             attend_by_reference(patches)
         yield

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, generate, num_dropped, progress
-from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, long, spec_metrics, verify_by_reference
+from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, long, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -17,6 +17,7 @@ from parts import learner_of, learning, medusa, swaps_weights, with_embeddings, 
 from recorded import check_nothing_found_costs_one_token, on_device, replays, runner, verified
 from shortened import new_folder
 from simulated_device.device import Device
+from simulated_device.references import patch_verification
 from simulated_device.tape import recording
 from vllm import SamplingParams
 
@@ -40,7 +41,7 @@ CASCADES[:0] = [long("auto", EXIT | SHORT, "coupled")]
 def by_reference() -> Iterator[None]:
     """Other files of the device's verify by kernels."""
     with pytest.MonkeyPatch.context() as patches:
-        verify_by_reference(patches)
+        patch_verification(patches)
         yield
 
 

@@ -20,12 +20,13 @@ def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
     """The kernel's name, and what decides which parts of its code are compiled: arguments that are None, lengths of
     tuples, and flags. Sizes and types do not count.
     """
-    return kernel.fn.__name__, f"{_form(args)} {sorted((name, _form(value)) for name, value in kwargs.items())}"
+    return kernel.fn.__name__, f"{form_of(args)} {sorted((name, form_of(value)) for name, value in kwargs.items())}"
 
 
-def _form(value: Any) -> Any:
+def form_of(value: Any) -> Any:
+    """Tuples, None and flags as they are, everything else alike."""
     if isinstance(value, tuple):
-        return tuple(map(_form, value))
+        return tuple(map(form_of, value))
     return value if value is None or isinstance(value, bool) else ...
 
 
