@@ -187,7 +187,7 @@ def test_a_fault_is_its_own_loss(engine: Any, prompts: Any, expected: Any, monke
 
 
 @pytest.mark.parametrize(
-    "method", [long_on_v2("eagle"), "eagle3", *(["dflash", long("dspark")] if INTERPRETED else ["mtp"])]
+    "method", [long_on_v2("eagle"), "eagle3", *([long("dflash"), long("dspark")] if INTERPRETED else ["mtp"])]
 )
 def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup, whose drafts are three times as long, it offers what it offers where it

@@ -120,7 +120,7 @@ else:  # an interpreted step takes a tenth of a second, and more with many reque
             for name in ("draft_model", "eagle", *DRAFTERS)
         },
     }
-IN_CI = ROWS if RUNNER == "v1" else ("verify", "exit", "all layers", "learning jump", "tree", "rounds")
+IN_CI = ROWS if RUNNER == "v1" else ("verify", "exit", "tree", "rounds")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from cases import PROMPT_LOOKUP, STRESS, early_exit, generate
 from conftest import ALL, INTERPRETED, RUNNER, counted, spec_metrics
 from families import EXIT_LAYER, FAMILIES, NUM_LAYERS, VOCAB_SIZE, checkpoint
 
-REAL_KERNELS = True
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
 NUM_TOKENS = 16 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
 # Hardly more blocks than a request of full length needs: in every KV-cache group its own, few where a window slides.

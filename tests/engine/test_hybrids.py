@@ -94,7 +94,7 @@ def run(llm: Any, prompts: list[list[int]], expected: list[list[int]]) -> list[l
     return [list(result.outputs[0].token_ids) for result in results]
 
 
-@pytest.mark.parametrize("name", [long_on_v2(name) if name == "mamba2" else name for name in RUNS])
+@pytest.mark.parametrize("name", [long_on_v2(name) if name in ("mamba2", "mtp") else name for name in RUNS])
 def test_outputs(engine: Any, prompts: list[list[int]], plain: Any, name: str) -> None:
     """Identical at temperature 0, with drafts of which some tokens are accepted, with prompts in pieces, and from the
     prefix cache. Fails if a state is taken after the draft's end, after its first token, or from another request."""

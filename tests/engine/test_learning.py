@@ -50,7 +50,7 @@ def left(base: BaseModel, text: list[int], layer: int) -> torch.Tensor:
         return base.passes_beside([layer], base.text_cache(states), normed=False)(states, 1)
 
 
-@pytest.mark.parametrize("method", [long_on_v2("jump"), "early_exit", long_on_v2("last layer")])
+@pytest.mark.parametrize("method", [long_on_v2("jump"), long_on_v2("early_exit"), long_on_v2("last layer")])
 def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> None:
     """States from which the target says what stands next, at places whose tokens stay, under preemption and chunked
     prefill; of an exit what its layers left there, too. Kills: a rejected draft's state, one of another request, place

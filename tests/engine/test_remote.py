@@ -16,7 +16,7 @@ import pytest
 from cases import STRESS, check_counted, generate, mixed_prompts, progress
 from conftest import DEMO_MODEL, RUNNER, spec_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, *([pytest.mark.long] if RUNNER == "v2" else [])]
 SIZES = [1, 4, 3]
 
 

@@ -70,6 +70,7 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         self_check.stop_if_only(None)
 
 
+@pytest.mark.long
 def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds. In
     bfloat16, where variants are most; test_warm_up.py has the others.

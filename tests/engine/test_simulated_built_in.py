@@ -20,7 +20,7 @@ from vllm import SamplingParams
 OTHER, ANY = list(range(10, 60)), list(range(VOCAB_SIZE))  # a prompt that does not repeat, and what may follow it
 K, OWN, NUM_TOKENS = 8, 3, 16
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
-METHODS = ["draft_model", "eagle3", *(["mtp", "eagle", "dflash", "dspark"] if ALL else [])]
+METHODS = ["draft_model", *(["eagle3", "mtp", "eagle", "dflash", "dspark"] if ALL else [])]
 LATE = ("mtp", "eagle")  # beside a lookup of which a part arrives from the host
 PROMPTS = [[(7 * i + place % (3 + i)) % VOCAB_SIZE for place in range(9 + 8 * i)] for i in range(6)]
 QUIET: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256}

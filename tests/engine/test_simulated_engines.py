@@ -68,10 +68,10 @@ def test_all_layers_asynchronously(engine: Any, device: Device, prompts: Any, ex
     llm = engine(config, **graphs(SIZES), async_scheduling=True)
     drafts_pay(llm)
     with device.waits_forbidden():
-        assert generate(llm, prompts[:6], [6], max_tokens=NUM_TOKENS) == expected[:6]
+        assert generate(llm, prompts[:2], [2], max_tokens=NUM_TOKENS) == expected[:2]
         sampling = {"max_tokens": NUM_TOKENS, "temperature": 1.0}
-        _, drafted, accepted = counted(llm, lambda: generate(llm, prompts[:6], [6], **sampling))
-    assert drafted >= 54 and accepted >= drafted - 6 * K
+        _, drafted, accepted = counted(llm, lambda: generate(llm, prompts[:2], [2], **sampling))
+    assert drafted >= 18 and accepted >= drafted - 2 * K
     assert replays(runner(llm).speculator._graphs) > 0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, STRESS, SUFFIX_LOOKUP, early_exit, mixed_prompts
-from conftest import ALL, DEMO_MODEL, INTERPRETED, graphs, spec_metrics
+from conftest import ALL, DEMO_MODEL, INTERPRETED, graphs, note_launch, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -13,7 +13,7 @@ if not INTERPRETED:
 from shortened import first_layers
 from simulated_device.device import Device
 from simulated_device.leaks import sizes
-from simulated_device.references import patch_verification
+from simulated_device.references import patch_kernels
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -112,7 +112,7 @@ def test_random_schedules(
     engine: Any, device: Device, prompts: Any, expected: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills: a copy that is read too early, a graph that reads another's row, a request that is never forgotten."""
-    patch_verification(monkeypatch)
+    patch_kernels(monkeypatch, note_launch)
     config, arguments = CONFIGS[method]
     llm = engine(config, **STRESS, **graphs((1, 4, 8, 16, 40)), **arguments)
     play(llm, prompts, seed=0)

@@ -58,7 +58,7 @@ def check(llm: Any, least: int) -> None:
 
 @on_v2
 @pytest.mark.parametrize(
-    ("kind", "asynchronous"), [(exit_tree, False), (exit_tree, True), (rounds_tree, True), (merged_tree, True)]
+    ("kind", "asynchronous"), [long(exit_tree, False), (exit_tree, True), long(rounds_tree, True), (merged_tree, True)]
 )
 def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, kind: Any, asynchronous: bool) -> None:
     """Preemption, prefix-cache hits on blocks whose paths were moved, chunked prefill; one start is as with default
