@@ -21,11 +21,14 @@ if RUNNER != "v2":
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_specplugins.counters import Counters
+from vllm_specplugins.engine.v2.feedback import tally as tallies
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.gate.step_times import StepTimes
 
-NUM_SCHEDULES, NUM_STEPS = (300, 200) if ALL else (12, 60)
+WITHOUT_TAPES = "no engine"
+NUM_SCHEDULES, NUM_STEPS = (2000, 200) if ALL else (24, 50)
 K = 7
 
 
@@ -51,8 +54,8 @@ class Checked(Played):
         super().__init__(None, accept_prob=float(rng.random()), asynchronous=asynchronous, **sizes)
         self._made, self._number, self._facts = dict[str, tuple[int, int]](), 0, dict[int, Any]()
         self._times, self.now, self._token_ms = rng, 0.0, float(rng.choice([0.01, 1.0]))
-        self._tally = Tally(1, K, 0, torch.device("cpu"))
-        self.rests, self.stale, self.told = 0, 0, 0
+        self._ranks = [Tally(1, K, 0, torch.device("cpu")) for _ in range(2)]
+        self.rests, self.stale, self.told, self.shortened = 0, 0, 0, 0
         self._trims = bool(rng.integers(2))
         self._lengths_of = lengths = self.scheduler._lengths
         lengths._clock, lengths.times = lambda: self.now, StepTimes(K, trims=self._trims)
@@ -67,7 +70,11 @@ class Checked(Played):
 
         def watched() -> Any:
             self._plans = {each.request_id: len(each.spec_token_ids) for each in self.scheduler.running}
-            return schedule()
+            scheduled = schedule()
+            for name in scheduled.preempted_req_ids or ():  # its draft is gone
+                self._made.pop(name, None)
+            self._check_room(scheduled)
+            return scheduled
 
         self.scheduler.schedule = watched
 
@@ -81,16 +88,43 @@ class Checked(Played):
 
         return heard
 
+    def _check_room(self, scheduled: SchedulerOutput) -> None:
+        """A step shortens all drafts alike, as far as its requests need it, and leaves no request out for them."""
+        limit, requests = self.scheduler.draft_limit, self.scheduler.requests
+        drafts, names = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
+        if limit is not None:
+            self.shortened += 1
+        if scheduled.preempted_req_ids:  # for memory
+            return
+        out = [each for each in self.scheduler.running if each.request_id not in names]
+        ready = [each for each in out if each.next_decode_eligible_step <= self._left_until]
+        cut = [name for name in names if name in self._plans and requests[name].is_prefill_chunk]
+        assert not (drafts and (ready or cut)), "a draft takes the token of a request, or of a prompt"
+        kept = {name: min(K if limit is None else limit, self._plans.get(name, 0)) for name in names}
+        assert {name: len(ids) for name, ids in drafts.items()} == {name: num for name, num in kept.items() if num}
+        if limit is not None and not self.scheduler.waiting and not self.scheduler.kv_holding_waiting:
+            wanted = sum(min(plan, limit + 1) for plan in self._plans.values())
+            needed = sum(
+                max(0, each.num_tokens + each.num_output_placeholders - each.num_computed_tokens) for each in out
+            ) + sum(names[name] - len(drafts.get(name, ())) for name in names)
+            is_long = needed - len(names) - len(out) >= 200  # then prompts have a share of the step
+            assert is_long or needed + wanted > self.scheduler.max_num_scheduled_tokens, limit
+
+    def _rest(self, batch: Any, length: int) -> bool:
+        """Whether the ranks rest in this step, of which a reader of metrics asks one."""
+        rests = {tally.rests(batch, length) for tally in self._ranks}
+        if self._times.random() < 0.3:
+            self._ranks[0].move_to(Counters(), [])
+        assert len(rests) == 1, "one rank runs a speculator, and waits for the other one in it"
+        return rests.pop()
+
     def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         drafts, length = scheduled.scheduled_spec_decode_tokens, scheduled.num_spec_tokens_to_schedule
-        names, running = scheduled.num_scheduled_tokens, self.scheduler.running
+        names = scheduled.num_scheduled_tokens
         sizes = {name: len(ids) for name, ids in drafts.items()}
-        assert all(size <= self._made[name][0] for name, size in sizes.items()), "a draft that was not made is verified"
+        made = {name: self._made.get(name, (0, 0))[0] for name in sizes}
+        assert all(size <= made[name] for name, size in sizes.items()), "a draft that was not made is verified"
         assert scheduled.total_num_scheduled_tokens <= self.scheduler.max_num_scheduled_tokens
-        if drafts and not scheduled.preempted_req_ids:
-            out = [each.request_id for each in running if each.request_id not in names]
-            out = [name for name in out if self.scheduler.requests[name].next_decode_eligible_step < self._left_until]
-            assert not out, "a draft takes the token of a request"
         self._facts[id(scheduled)] = [
             (self._made[name][0], self._made[name][1] == self._number - 1, size == self._plans[name])
             for name, size in sizes.items()
@@ -100,7 +134,7 @@ class Checked(Played):
             scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids
         )
         batch = SimpleNamespace(has_prefill=has_prefill, num_draft_tokens=sum(sizes.values()), num_reqs=len(names))
-        if names and self._tally.rests(batch, length):  # vLLM then samples without a speculator
+        if names and self._rest(batch, length):  # vLLM then samples without a speculator
             self.rests += 1
             assert not sizes and length == 0, "a step at rest verifies a draft"
         output = super()._run(scheduled)
@@ -115,19 +149,22 @@ class Checked(Played):
         return output
 
     def step(self) -> None:
-        """Sometimes leaves requests out, as an encoder's cache, a connector or a pipeline does."""
-        self._left_until = self.scheduler.current_step + 1
+        """Sometimes leaves requests out, as an encoder's cache, a connector or a pipeline does: a few, or most of them,
+        which come back together."""
+        self._left_until, rng = self.scheduler.current_step + 1, self._times
+        share, together = float(rng.choice([0, 0.1, 0.8], p=[0.5, 0.4, 0.1])), int(rng.integers(1, 4))
         for request in self.scheduler.running:
-            if self._times.random() < 0.05:
-                request.next_decode_eligible_step = self._left_until + int(self._times.integers(1, 4))
+            if rng.random() < share:
+                steps = together if share > 0.5 else int(rng.integers(1, 4))
+                request.next_decode_eligible_step = self._left_until + steps
         super().step()
 
 
 def played(seed: int, num_steps: int) -> Checked:
     rng = np.random.default_rng(seed)
     most = int(rng.choice([1, 2, 8, 40, 300]))
-    tokens = max(8, int(most * rng.choice([0.5, 1, 2, 6, 12])))
-    sizes = {"tokens": tokens, "seats": most, "num_blocks": 33 + int(most * rng.choice([1, 4, 12]))}
+    tokens = max(8, int(most * rng.uniform(0.5, 10)))
+    sizes = {"tokens": tokens, "seats": most, "num_blocks": 33 + int(most * rng.choice([0.3, 1, 12]))}
     play = Checked(rng, bool(seed % 4), **sizes)
     for step in range(num_steps):
         for index in range(int(rng.integers(1, 1 + max(1, most // 8))) if rng.random() < 0.3 else 0):
@@ -136,7 +173,7 @@ def played(seed: int, num_steps: int) -> Checked:
         if rng.random() < 0.1 and play.scheduler.running:
             play.abort(str(rng.choice([each.request_id for each in play.scheduler.running])))
         play.step()
-    play.run(20_000)
+    play.run(600)
     play.check()
     return play
 
@@ -146,5 +183,7 @@ def test_facts_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts are older, or were shortened, that counts as one of the newest length (`VERIFIES`); a draft that takes the
     token of another request (`MakesRoom`); a draft verified beyond what was made."""
     monkeypatch.setattr(played_scheduler, "engine_config", sized)
+    monkeypatch.setattr(tallies, "AsyncCopy", lambda _, totals: SimpleNamespace(values=totals.clone().numpy))
     plays = [played(seed, NUM_STEPS) for seed in range(NUM_SCHEDULES)]
-    assert min(sum(getattr(play, name) for play in plays) for name in ("rests", "stale", "told")) > 20
+    names = ("rests", "stale", "told", "shortened", "preempted")
+    assert min(sum(getattr(play, name) for play in plays) for name in names) > 20
