@@ -144,6 +144,7 @@ class Feedback:
         num_accepted: [num_reqs] int32, accepted draft tokens.
         step_ms: the step's time without drafting; None unless the step only decoded.
         num_forced: the numbers of verified and accepted tokens that a later stage forced after these drafts.
+        mixed_ms: of a step that also read prompts, the share of its time that its requests' share of the tokens is.
     """
 
     request_ids: Sequence[str]
@@ -151,6 +152,7 @@ class Feedback:
     num_accepted: Int32Array
     step_ms: float | None = None
     num_forced: tuple[int, int] = (0, 0)
+    mixed_ms: float | None = None
 
 
 class Proposer(Protocol):

@@ -60,26 +60,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield clock
 
 
-def asked(
-    num_steps: int, right: Any, num_reqs: int = 1, ms: Any = lambda step: 1.0, length: Any = lambda step: K
-) -> list[bool]:
-    """Whether the class was asked in each step, where a step of each request takes 10 ms and its metrics are read."""
+def steps(
+    num_steps: int, right: Any, num_reqs: int = 1, ms: Any = lambda step: 1.0, length: Any = lambda step: K,
+    is_mixed: Any = lambda step: False,
+) -> list[tuple[bool, int]]:  # fmt: skip
+    """Whether the class was asked in each step, and the tokens that go to the target, where a step of each request
+    takes 10 ms, its share of a longer one with prompts too, and its metrics are read."""
     config = behind_gate(parse_config({**CUSTOM, "num_speculative_tokens": K}))
     proposer: Any = build_proposer(config, CONTEXT)
     barrier, played = FaultBarrier(proposer, VOCAB_SIZE, K, None), proposer._stages[0].proposer
     names = [str(row) for row in range(num_reqs)]
     drafted = accepted = np.zeros(num_reqs, np.int32)
-    asked = list[bool]()
+    steps = list[tuple[bool, int]]()
     for step in range(num_steps):
         before, played.ms, played.length = played.num_asked, ms(step), length(step)
         step_ms = STEP_MS + TOKEN_MS * float(drafted.sum())
         batch = DraftBatch(names, [np.arange(20 + step, dtype=np.int32)] * num_reqs, np.full(num_reqs, K, np.int32), ())
-        draft = barrier.propose(replace(batch, options=[{}] * num_reqs), Feedback(names, drafted, accepted, step_ms))
+        times: dict[str, Any] = {"mixed_ms" if is_mixed(step) else "step_ms": step_ms}
+        draft = barrier.propose(replace(batch, options=[{}] * num_reqs), Feedback(names, drafted, accepted, **times))
         drafted = draft.num_draft
         accepted = drafted if right(step) else np.zeros(num_reqs, np.int32)
-        asked.append(played.num_asked > before)
+        steps.append((played.num_asked > before, int(drafted.sum())))
         barrier.totals()  # as the metrics' reader does
-    return asked
+    return steps
+
+
+def asked(*arguments: Any, **named: Any) -> list[bool]:
+    return [was_asked for was_asked, _ in steps(*arguments, **named)]
 
 
 @pytest.mark.parametrize("num_reqs", [1, 4])
@@ -109,6 +116,16 @@ def test_one_slow_answer() -> None:
     """1,000 ms, the default budget, once. Kills: the next question after the 10,000 steps of which that is 1 %."""
     empty = asked(1500, right=lambda step: False, ms=lambda step: 1000.0 if step == 3 else 1.0, length=lambda step: 0)
     assert sum(empty[200:]) >= 5
+
+
+@pytest.mark.parametrize("num_reqs", [1, 4])
+def test_constant_prompts(num_reqs: int) -> None:
+    """Each step of a new engine reads prompts, too: it drafts after a while, and as before once a step only decodes.
+    Kills: a gate that stays cold while there is no step of its own; times of such steps that count beside others."""
+    drafted = [num for _, num in steps(300, lambda step: True, num_reqs, is_mixed=lambda step: step < 200)]
+    assert sum(drafted[:50]) == 0 and min(drafted[120:200]) > 0 and min(drafted[240:]) == num_reqs * K
+    warm = [num for _, num in steps(300, lambda step: True, num_reqs, is_mixed=lambda step: step >= 100)]
+    assert min(warm[60:]) == num_reqs * K
 
 
 class Model:

@@ -176,11 +176,12 @@ class Cascade:
     def observe(self, feedback: Feedback) -> None:
         rows = self._rows.known(feedback.request_ids)
         self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted)
-        if self._gate is not None and feedback.step_ms is not None:
+        step_ms = None if self._gate is None else self._gate.counted_ms(feedback.step_ms, feedback.mixed_ms)
+        if self._gate is not None and step_ms is not None:
             # Where the drafter was skipped, the time that it would have taken is added, or the gate learns steps that
             # are too cheap.
             spared_ms = self._offered.proposer.spared_ms if self._offered else 0.0
-            self._add_times(self._gate, feedback, feedback.step_ms + spared_ms)
+            self._add_times(self._gate, feedback, step_ms + spared_ms)
         for guard in self._guards:
             guard.observe(feedback)
 

@@ -14,6 +14,7 @@ draft as cheaper.
 """
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ FEW_REQS = 4  # above it, w grows with the number of requests, below with its sq
 FIRST_WEIGHT = 8.0  # steps, at most, that other numbers of requests count for a new one
 LONGER = 1.35  # times as long a draft may be with each step that is known
 FREE_LONGER, SHARED_FREE_LONGER = 1.6, 4.0  # the same where drafting is free: for one request, for several
+COLD_STEPS = 50  # that read prompts, too, after which their times count if there is no other
 SHORT_CONTEXT = 1024  # tokens of all requests, below which the time of attention does not show
 SLOPE_MEMORY = 64.0  # squared draft tokens of a request: about as many stay in the record
 MIN_MEMORY = 0.8  # of the record, per step: one long draft does not erase all others
@@ -186,6 +188,19 @@ class LoadCosts:
 
     def __init__(self) -> None:
         self.by_load: dict[tuple[int, int], StepCosts] = {}
+        self._num_mixed = 0.0  # steps that read prompts, before the first one that only decoded
+
+    def counted_ms(self, step_ms: float | None, mixed_ms: float | None) -> float | None:
+        """Returns the time that counts of a step that only decoded, or that read prompts, too. Of the latter it counts
+        from step COLD_STEPS on while there has been none of the former, whose first one replaces the record."""
+        is_cold = COLD_STEPS <= self._num_mixed < inf
+        if step_ms is None:
+            self._num_mixed += 1
+            return mixed_ms if is_cold else None
+        if is_cold:
+            self.by_load.clear()
+        self._num_mixed = inf
+        return step_ms
 
     def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
         """Returns a load's costs. A new load starts with the costs of the nearest number of requests, and among these

@@ -51,6 +51,7 @@ class Gate:
         self._max_num_draft = max_num_draft
         self.num_context = 0  # tokens of all requests of this step together
         self._costs = LoadCosts()
+        self.counted_ms = self._costs.counted_ms
         self._sizes: set[int] = set()  # of batches so far
         self._stages = defaultdict[int, StageRecord](StageRecord)
         self._quiet = Counter[tuple[int, int]]()  # steps since the last trial, by stage and kind

@@ -222,9 +222,11 @@ class _Adapter:
     def _feedback(self, request_ids: list[str], num_accepted: Any, scheduler_output: Any) -> Feedback:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
-        only_decoded = scheduler_output.total_num_scheduled_tokens == len(request_ids) + num_draft.sum()
-        step_ms = (time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None
-        return Feedback(request_ids, num_draft, num_accepted, step_ms)
+        total, num_decoded = scheduler_output.total_num_scheduled_tokens, len(request_ids) + int(num_draft.sum())
+        ms = (time.perf_counter() - self._drafted_at) * 1000
+        if total == num_decoded:
+            return Feedback(request_ids, num_draft, num_accepted, ms)
+        return Feedback(request_ids, num_draft, num_accepted, mixed_ms=ms * num_decoded / total)
 
     def _save_q(self, batch: DraftBatch, draft: Draft) -> None:
         if self.verifier is not None:

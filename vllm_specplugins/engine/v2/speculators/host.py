@@ -131,9 +131,11 @@ class HostSpeculator(Speculator):
         )
         # Read after the wait for the drafts of vLLM's drafter: its time is a part of the step's.
         step_ms = (time.perf_counter() - self._drafted_at) * 1000
-        only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
-        ids = [request_ids[row] for row in rows]
-        feedback = Feedback(ids, accepted + rejected, accepted, step_ms if only_decoded else None)
+        ids, num_decoded = [request_ids[row] for row in rows], int((1 + accepted + rejected).sum())
+        times: dict[str, Any] = {"step_ms": step_ms}
+        if len(rows) < num_reqs or input_batch.num_tokens > num_decoded:
+            times = {"mixed_ms": step_ms * num_decoded / input_batch.num_tokens}
+        feedback = Feedback(ids, accepted + rejected, accepted, **times)
         draft = self.barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs, draft.token_ids.shape[1])
