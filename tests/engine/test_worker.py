@@ -25,6 +25,9 @@ class Base:
     def sample_tokens(self, grammar_output: Any) -> None:
         self._happens("samples")
 
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self._happens("loads")
+
     def compile_or_warm_up_model(self) -> None:
         self._happens("warms up")
 
@@ -52,6 +55,14 @@ def test_rates_before_slots_are_reused() -> None:
     made = Worker()
     made.execute_model(STEP)
     assert made.events == ["forgets", "steps"]
+
+
+def test_a_learner_after_loading() -> None:
+    """Kills: copies that learning makes in the memory of vLLM's weights, which a sleep of level 2 empties."""
+    made = Worker()
+    made._barrier.when_loaded = lambda: made.events.append("learns")
+    made.load_model(load_dummy_weights=True)
+    assert made.events == ["loads", "learns"]
 
 
 @pytest.mark.parametrize("step", ["execute_model", "sample_tokens"])

@@ -89,6 +89,10 @@ class _WithProposer:
         self.__class__ = type(type(self).__name__, (_Plain, *type(self).__bases__[1:]), {})
         self.init_device()
 
+    def load_model(self, **arguments: Any) -> None:
+        super().load_model(**arguments)  # type: ignore[misc]
+        self._barrier.when_loaded()  # a sleep of level 2 empties the memory that vLLM gave its own `load_model`
+
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
         fewer: dict[str, Any] = {}

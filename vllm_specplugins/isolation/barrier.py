@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -44,6 +44,7 @@ class FaultBarrier:
         self.is_warming_up = False  # as our worker sets it: a request's name may be anything
         self.undrafted: str | None = None  # why the newest call drafted nothing
         self.forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
+        self.when_loaded: Callable[[], None] = lambda: None  # our worker calls it once the target is loaded
         self.late: Any = None  # asks for late drafts; see engine/v2/speculators/late.py
         self.guard = Guard(
             proposer,

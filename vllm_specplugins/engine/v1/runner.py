@@ -111,7 +111,11 @@ class _Adapter:
 
     def load_model(self, target: Any) -> None:
         self.first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
-        self._readings = Readings.of(self._runner, self._barrier.proposer, target)
+
+        def loaded() -> None:
+            self._readings = Readings.of(self._runner, self._barrier.proposer, target)
+
+        self._barrier.when_loaded = loaded
 
     def compile_exits(self, *args: Any, **kwargs: Any) -> None:
         assert self.first_layers is not None

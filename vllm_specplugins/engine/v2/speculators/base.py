@@ -3,6 +3,7 @@ waits for the device. Rows in the middle of their prompt also draft: the schedul
 overwrite their slots of the KV cache."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -95,7 +96,7 @@ class Speculator(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
-        self.when_loaded(target_model)
+        self.barrier.when_loaded = partial(self.when_loaded, target_model)
         return nn.Module()
 
     def _configure_decode_metadata_update(self) -> None:
