@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.sample import states
 
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.emitted import VERIFIED, forced_in
@@ -83,6 +84,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         if speculator.readings is not None:
             speculator.readings.remove(gone)
 
+    wrap(runner, "add_requests", partial(_with_seeds_apart, _Numpy()))
     runner.add_requests, runner.finish_requests = both(runner.add_requests, add), both(runner.finish_requests, finish)
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
@@ -97,6 +99,23 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         verify.attach(runner)
     runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
     runner.profile_run = both(lambda *_, **__: memory.tell_buffers(runner, speculator), runner.profile_run)
+
+
+class _Numpy:
+    """NumPy with a generator that the code of others cannot reach. vLLM draws seeds of requests from the global one,
+    alike on each rank; a call that a guard has abandoned on rank 0 may still draw from that one."""
+
+    def __init__(self) -> None:
+        self.random = np.random.RandomState()
+        self.random.set_state(np.random.get_state())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+def _with_seeds_apart(numpy: _Numpy, add: Any, scheduler_output: Any) -> None:
+    with replaced(states, {"np": numpy}):
+        add(scheduler_output)
 
 
 def put_forced(runner: Any, scheduler_output: Any) -> None:
