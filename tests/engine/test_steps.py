@@ -64,6 +64,20 @@ def test_a_step_is_recorded() -> None:
         assert {"metric": name, **shape, **more, "total": total} in rows
 
 
+def test_a_trimmed_step() -> None:
+    """Three drafts, of which the device verified five tokens, and then all. Kills: the shape of a plan; requests of
+    which nothing was verified that count as rejected."""
+    for verified, draft_tokens, outcomes in ((5, "8", 0), (93, "32", 3)):
+        watch, totals = StepWatch(), StepTotals(lambda *_: None)
+        watch.add(step([31, 31, 31], [9, 9, 9]), outcome(3), [3, 1, 1], 31, verified)
+        watch.pause()
+        totals.add(watch.taken())
+        rows = {row["metric"]: row for row in totals.rows()}
+        assert rows["shape_tokens"]["draft_tokens"] == draft_tokens
+        counts = [row["total"] for row in totals.rows() if row["metric"] == "shape_first_rejections"]
+        assert sum(counts) == outcomes
+
+
 @pytest.mark.parametrize(
     ("lengths", "chosen", "verified", "before", "reason"),
     [

@@ -44,7 +44,8 @@ _LENGTH = (
 _COSTS = "Cost of the newest step in trimming: step, without drafts; draft_token, for each token if all are verified."
 _OFF = "How often a stage's circuit breaker opened, after repeated faults."
 _FIRST = (
-    "Requests by the position of the first rejected token, rounded down to a power of two; none if all were accepted."
+    "Requests of steps that verified whole drafts, by the position of the first rejected token, rounded down to a "
+    "power of two; none if all were accepted."
 )
 _WHY = "Decoding steps that verified no draft token, by reason."
 

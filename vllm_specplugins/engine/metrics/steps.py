@@ -123,15 +123,18 @@ class StepWatch:
             reason = "scheduler" if chosen == 0 else reason or "no draft"
         else:
             reason = "trimmed" if verified == 0 else None
+        longest, is_whole = max(lengths, default=0), not verified or verified >= sum(lengths)
+        if not is_whole:  # at most; which tokens they were, the host does not know
+            longest = min(longest, verified)
         cached_request_data = scheduled.scheduled_cached_reqs
         context = sum(cached_request_data.num_computed_tokens) / num_reqs
-        its = sums[shape_of(num_reqs, context, 0 if reason else max(lengths))]
+        its = sums[shape_of(num_reqs, context, 0 if reason else longest)]
         its.by_graph[cuda_graph_stat.runtime_mode if cuda_graph_stat else "unknown"] += 1
         its.num_tokens += sum(num_sampled)
         if not isnan(now - before):
             its.draft_seconds += draft_seconds
             its.seconds.append(now - before)
-        if reason is None:
+        if reason is None and is_whole:
             its.outcomes.update(zip(lengths, map(num_sampled.__getitem__, map(index.__getitem__, drafts)), strict=True))
         return reason
 
