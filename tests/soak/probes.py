@@ -129,9 +129,12 @@ def _raise_in(name: str) -> None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RuntimeError))
 
 
+COPIES: list[int] = []
+
+
 def _fork() -> None:
-    if os.fork() == 0:
-        return  # the copy goes on as an engine would
+    if copy := os.fork():
+        COPIES.append(copy)  # which goes on as an engine would
 
 
 def _use_up_files() -> None:
@@ -195,17 +198,18 @@ def guards(rng: random.Random, count: int) -> Problems:
                     if name is None:
                         clock.now += 4000.0
                     drafts.append(int(barrier.propose(batch, Feedback(["a"], nothing, nothing, 1.0)).num_draft[0]))
-                    if barrier.guard._thread is not None and barrier.guard._thread.is_busy:
-                        time.sleep(0.02)
+                    ends = time.monotonic() + 10
+                    while barrier.guard._thread and barrier.guard._thread.is_busy and time.monotonic() < ends:
+                        time.sleep(0.01)
                 problem = None if drafts[-1] == 2 or "an exception in the drafting thread" in names else f"{drafts}"
             except BaseException as error:
                 problem = f"{type(error).__name__}: {error}"
             if os.getpid() != process:
                 os._exit(0)  # a copy that went on as the engine: the parent counts it
-            with suppress(ChildProcessError):
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    if ended[1] == 0 and "Popen" not in names:
-                        problem = problem or f"a copy goes on, {ended}"
+            while COPIES:
+                status = os.waitpid(COPIES.pop(), 0)[1]
+                if os.waitstatus_to_exitcode(status) != 1 and "an exception in the drafting thread" not in names:
+                    problem = problem or f"a copy goes on, and ends with {status}"
             yield problem and f"{names}: {problem}"
     finally:
         threading.excepthook = hook
