@@ -144,7 +144,7 @@ class Feedback:
         num_accepted: [num_reqs] int32, accepted draft tokens.
         step_ms: the step's time without drafting; None unless the step only decoded.
         num_forced: the numbers of verified and accepted tokens that a later stage forced after these drafts.
-        mixed_ms: of a step that also read prompts, the share of its time that its requests' share of the tokens is.
+        mixed_ms: the time of a step that also read prompts, times the requests' share of its tokens.
     """
 
     request_ids: Sequence[str]

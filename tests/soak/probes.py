@@ -45,7 +45,7 @@ class Tokenizer:
         return list(text.encode(errors="replace"))
 
     def __call__(self, text: str, **_: Any) -> Any:
-        return SimpleNamespace(input_ids=self.encode(text))
+        return {"input_ids": self.encode(text)}
 
     def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
         return self.encode(json.dumps(messages))
