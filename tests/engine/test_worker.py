@@ -1,12 +1,16 @@
 """What our worker adds to vLLM's, around a base that does nothing. No engine runs here."""
 
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import RUNNER
 
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine import worker
+from vllm_specplugins.engine.v1 import runner
 from vllm_specplugins.isolation import guard
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -95,3 +99,19 @@ def test_the_mark_of_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError):
         made.compile_or_warm_up_model()
     assert not made._barrier.is_warming_up
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_another_runner_is_refused(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With VLLM_SPECPLUGINS_ON_ERROR=refuse, a runner of another class ends the start, also one that an untested vLLM
+    cannot build with our method. Fails if such a server starts without drafts."""
+    monkeypatch.setenv("VLLM_SPECPLUGINS_ON_ERROR", "refuse")
+    monkeypatch.setattr(worker, "untested_version", lambda: "0.34.0")
+    monkeypatch.setattr(runner, "while_built", lambda config: nullcontext())
+    made = Worker()
+    made.use_v2_model_runner, made.vllm_config, made.model_runner = False, None, object()  # type: ignore[assignment]
+    if is_built:
+        monkeypatch.setattr(Base, "init_device", lambda self: None, raising=False)
+    problem = "does not know vLLM's model runner object" if is_built else "cannot build vLLM's model runner ("
+    with pytest.raises(ConfigError, match=re.escape(f"vllm-specplugins {problem}")):
+        made.init_device()
