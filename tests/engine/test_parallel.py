@@ -52,6 +52,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         ahead = {**with_embeddings(folder / "look_ahead", NUM_LAYERS, 4), **COUPLED}
         made |= {"jump": (jump, {**SAMPLES, **TO_THE_END}), "look_ahead": (ahead, SAMPLES)}
         made |= {"suffix_lookup": (SUFFIX_LOOKUP, SAMPLES), "half of the layers": (early_exit(HALF), TO_THE_END)}
+        made |= {"waits": (PROMPT_LOOKUP, {"switched": True, **TO_THE_END})}  # for each step's output, on V2, too
     if OF_V1_TOO:
         made["a fault"] = FAULTY, {"ends": "fails"}  # the last, since its engine dies
     model = {"model": str(DEMO_MODEL), **RANKS}
@@ -90,10 +91,11 @@ def test_two_ranks(results: Results, name: str) -> None:
     assert stats[0]["accepted_tokens"] > 10
 
 
-def test_two_ranks_and_the_switch(results: Results) -> None:
+@pytest.mark.parametrize("name", ["prompt_lookup", "waits"])
+def test_two_ranks_and_the_switch(results: Results, name: str) -> None:
     """specplugins_gate, thrown ten times while requests run. Fails if a request is lost or gets other tokens, if
     anything is drafted while drafting is off, or nothing after it is on again."""
-    thrown = of(results, "prompt_lookup")["thrown"]
+    thrown = of(results, name)["thrown"]
     for answers, expected in zip(thrown["answers"], results["plain"]["outputs"], strict=True):
         assert answers and all(answer == expected for answer in answers)
     assert sum(map(len, thrown["answers"])) == thrown["num_asked"]
