@@ -220,7 +220,7 @@ def test_installed_upgraded_and_removed(kind: str, request: pytest.FixtureReques
             [count] = re.findall(rf"^vllm:specplugins_{name}_total{{.*}} (\S+)$", fetch(f"{url}/metrics"), re.MULTILINE)
             assert float(count) > 20
         lines = log.read_text()  # before vLLM ends an engine, which it may have to kill
-    assert lines.count("is of version 1, where 3 is needed; the store begins empty") == 1
+    assert lines.count("has format version 1, expected 3. The store starts empty") == 1
     assert "suffix_lookup: read vLLM's suffix_decoding_max_tree_depth as num_speculative_tokens." in lines
     assert "Traceback" not in lines
     assert HEADER.unpack_from(store.read_bytes())[1] == VERSION

@@ -113,7 +113,7 @@ def answers(config: SpecConfig, engine: dict[str, Any]) -> dict[str, str]:
     return {
         **asked,
         "place": place,
-        "schedule": f"{schedule.removeprefix('steps are scheduled ')}: {plan.is_async} {scheduler}",
+        "schedule": f"{schedule}: {plan.is_async} {scheduler}",
         "chooser": chooser,
         "trimming": trimming,
         "on device": f"{plan.on_device} {plan.is_late} {plan.on_device and reads_history(config)}",

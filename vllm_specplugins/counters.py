@@ -64,11 +64,11 @@ class Counters:
         """One line for a log.
 
         >>> Counters(request_steps=4, drafts=2, drafted_tokens=6, accepted_tokens=3).summary()
-        '1.75 tokens a step, 50 % of 4 steps with a draft; drafted 6, accepted 3'
+        '1.75 tokens per step, 50 % of 4 steps with a draft; drafted 6, accepted 3'
         """
         steps = max(1, self.request_steps)
         words = [
-            f"{1 + self.accepted_tokens / steps:.2f} tokens a step, {100 * self.drafts / steps:.0f} % of "
+            f"{1 + self.accepted_tokens / steps:.2f} tokens per step, {100 * self.drafts / steps:.0f} % of "
             f"{self.request_steps} steps with a draft; drafted {self.drafted_tokens}, accepted {self.accepted_tokens}"
         ]
         for name, stage in self.stages.items():
@@ -85,7 +85,7 @@ class Counters:
         """Returns a copy with this number of steps, minus the dropped accepted tokens, given by position.
 
         >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, {1: 1}).summary()
-        '1.40 tokens a step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
+        '1.40 tokens per step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
         """
         result = copy.deepcopy(self)
         result.request_steps = num_steps

@@ -53,7 +53,9 @@ def _entries(package: Distribution) -> list[Registered]:
     except Exception as error:
         path = getattr(package, "_path", "?")
         logger.error(
-            "vllm-specplugins: the package at %s is ignored: it cannot be read (%s).", path, type(error).__name__
+            "vllm-specplugins: the package at %s is ignored, since its metadata cannot be read (%s). Install it again.",
+            path,
+            type(error).__name__,
         )
         return []
 
@@ -139,11 +141,13 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
         hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"{method}: proposer {brief(path)} cannot be imported ({cause}{hint}).") from error
     if not callable(imported):
-        raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {brief(imported)}.")
+        raise ConfigError(
+            f"{method}: proposer must name a class or a function that creates a proposer, not {brief(imported)}."
+        )
     version = getattr(imported, "protocol_version", PROTOCOL_VERSION)
     if version != PROTOCOL_VERSION:
         raise ConfigError(
-            f"{method}: protocol_version of {path} must be {PROTOCOL_VERSION}, that of vllm_specplugins.draft here, "
+            f"{method}: protocol_version of {path} must be {PROTOCOL_VERSION}, the version of vllm_specplugins.draft, "
             f"not {brief(version)}."
         )
     return imported  # type: ignore[no-any-return]

@@ -67,18 +67,16 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     verification = config.common.verification
     if "coupled" in sample_methods(config) and verification != "fused":
         raise ConfigError(
-            f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
-            f"{verification!r}, which draws other noise, not 'coupled'."
+            f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' with verification {verification!r}, "
+            "not 'coupled': vLLM draws other noise."
         )
     forcing = [name for name, forces in zip(methods_of(config), forces_tokens(config), strict=True) if forces]
     if len(forcing) > 1:
-        raise ConfigError(
-            f"cascade: stages must hold {forcing[0]} once, not more often: it extends the drafts of all other stages."
-        )
+        raise ConfigError(f"cascade: keep one {forcing[0]} in stages: it extends the drafts of all other stages.")
     if forcing and "probabilistic" in sample_methods(config) and verification != "fused":
         raise ConfigError(
-            f"{method}: draft_sample_method must be 'greedy' beside {forcing[0]} where verification is "
-            f"{verification!r}, which would treat forced tokens as sampled ones, not 'probabilistic'."
+            f"{method}: draft_sample_method must be 'greedy' with {forcing[0]} and verification {verification!r}, not "
+            "'probabilistic': vLLM would treat forced tokens as sampled ones."
         )
     return config
 
@@ -111,7 +109,7 @@ def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> St
     values = {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     for entry in fields(CommonConfig):
         if entry.name in values:
-            raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
+            raise ConfigError(f"cascade: set {entry.name} for the whole cascade, not in stages[{index}].")
     if method in BUILT_IN:
         parsed: Any = BuiltInConfig.parse(index, method, {key: values[key] for key in values if key != "method"})
     else:

@@ -20,15 +20,15 @@ LOOKAHEAD = "vllm_specplugins.engine.v2.trees.lookahead:LookaheadSpeculator"
 
 
 class Place(Enum):
-    HOST = "in each step, which waits for them"
-    EAGER = "on the device, eagerly"
+    HOST = "on the host"
+    EAGER = "on the device, without CUDA graphs"
     GRAPH = "on the device, in CUDA graphs"
 
 
 class Chooser(Enum):
-    SCHEDULER = "the scheduler"
-    GATE = "a gate beside it"
-    NOTHING = "nothing"
+    SCHEDULER = "the scheduler sets draft lengths"
+    GATE = "the gate sets draft lengths"
+    NOTHING = "drafts have their full length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +85,9 @@ class Plan:
         return self.untrimmed_for is None
 
     def __str__(self) -> str:
-        late = ", and also in a thread on the host, without a wait" if self.is_late else ""
-        trimmed = "trimmed on the device" if self.trims else f"not trimmed on the device: {self.untrimmed_for}"
-        return (
-            f"drafts {self.place.value}{late}; steps are scheduled {self.schedule}; "
-            f"{self.chooser.value} chooses the number of tokens; drafts are {trimmed}."
-        )
+        late = ", and also in a thread on the host" if self.is_late else ""
+        trimmed = "trimming on the device" if self.trims else f"no trimming on the device ({self.untrimmed_for})"
+        return f"drafts {self.place.value}{late}; {self.schedule}; {self.chooser.value}; {trimmed}."
 
 
 def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
@@ -99,7 +96,7 @@ def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
     host_reason = _host_reason(config, engine)
     on_device = engine.use_v2_model_runner and host_reason is None
     has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
-    is_async, schedule = _schedule(engine, reads_on_host=host_reason is not None)
+    is_async, schedule = _schedule(engine, host_reason is not None, any(forces_tokens(config)))
     return Plan(
         place=(Place.GRAPH if has_graphs else Place.EAGER) if on_device else Place.HOST,
         host_reason=host_reason if engine.use_v2_model_runner else "Model Runner V1 drafts there",
@@ -142,26 +139,29 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     if is_late and not rows[0].is_late and engine.world_size > 1:
         return "its thread might draw random numbers that all ranks must share"
     if rows[-1].runs_target and not config.longest_chain and engine.untrimmed_for is not None:
-        return f"nothing would trim its drafts on the device: {engine.untrimmed_for}"
+        return f"the device cannot trim its drafts: {engine.untrimmed_for}"
     return None
 
 
-def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:
+def _schedule(engine: Conditions, reads_on_host: bool, forces: bool) -> tuple[bool, str]:
     """Whether steps are scheduled asynchronously, and why. A scheduler that waits for the host knows the true lengths
     of drafts. A pipeline is never synchronous: vLLM would plan drafts for a request before its last step is over."""
     if engine.asked_async is not None:
-        return engine.async_scheduling, f"{'a' if engine.asked_async else ''}synchronously, as async_scheduling asks"
+        kind = "asynchronous" if engine.async_scheduling else "synchronous"
+        changed = engine.asked_async is not engine.async_scheduling
+        why = "vLLM changed async_scheduling" if changed else "async_scheduling is set"
+        return engine.async_scheduling, f"{kind} scheduling ({why})"
     if reads_on_host and engine.pipeline_parallel_size == 1:
-        reason = "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
+        reason = "required by grammar" if forces else "it reads tokens on the host"
     elif not engine.use_v2_model_runner:
         reason = "Model Runner V1 needs the drafts to plan a step"
     elif engine.scheduler_cls is not None:
         reason = "scheduler_cls is set"
     elif not engine.async_scheduling:
-        reason = "vLLM chooses this for the configuration"
+        reason = "vLLM chose this"
     else:
-        return True, "asynchronously"
-    return False, f"synchronously, since {reason}"
+        return True, "asynchronous scheduling"
+    return False, f"synchronous scheduling ({reason})"
 
 
 def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | None:
@@ -170,18 +170,20 @@ def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | 
     forces = any(forces_tokens(config))
     if forces and (is_async or theirs is not None):
         raise ConfigError(
-            f"{method}: async_scheduling and scheduler_cls must not be set with grammar, since its text depends on "
-            f"all earlier tokens, not {is_async} and {theirs!r}."
+            f"{method}: remove async_scheduling ({is_async}) and scheduler_cls ({theirs!r}): grammar needs all earlier "
+            "tokens before a step."
         )
     if not is_async and num_stages > 1:
         raise ConfigError(
-            f"{method}: pipeline_parallel_size must be 1 without async_scheduling, since vLLM would plan drafts "
-            f"before a request's last step is over, not {num_stages}."
+            f"{method}: pipeline_parallel_size must be 1 without async_scheduling, not {num_stages}: vLLM would plan "
+            "drafts before a request's last step ends."
         )
     if is_async and not engine.use_v2_model_runner:
         raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
     if is_async and theirs is not None:
-        raise ConfigError(f"{method}: scheduler_cls must not be set with async_scheduling, not {theirs!r}.")
+        raise ConfigError(
+            f"{method}: remove scheduler_cls ({theirs!r}) or async_scheduling: both choose the scheduler."
+        )
     if theirs is not None:
         return None
     return PLANNED if is_async else GRAMMAR if forces else CHOOSING
@@ -199,7 +201,7 @@ def _chooser(config: SpecConfig, engine: Conditions, on_device: bool) -> Chooser
 
 def _untrimmed_for(config: SpecConfig, engine: Conditions, on_device: bool) -> str | None:
     if not (on_device and method_of(config.method).rates_drafts):
-        return "the step that drafts knows their lengths"
+        return "drafts have exact lengths"
     if config.longest_chain:
         return "a tree is verified as a whole"
     return 'gate is "off"' if config.common.gate == "off" else engine.untrimmed_for

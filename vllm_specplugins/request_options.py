@@ -20,6 +20,7 @@ from vllm_specplugins.config import (
     CustomConfig,
     SpecConfig,
     brief,
+    did_you_mean,
     is_integer,
     methods_of,
     stage_configs,
@@ -164,7 +165,8 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
             custom[key] = value
         else:
             known = "enabled, max_draft, max_context, stages, reference, learn"
-            raise ConfigError(f"specplugins: {brief(key)} is not an option; the options are {known}.")
+            hint = did_you_mean(key, known.split(", "))
+            raise ConfigError(f"specplugins: {brief(key)} is not an option; the options are {known}{hint}")
     return {**_custom(custom), **checked} if custom else checked
 
 
@@ -194,10 +196,11 @@ def _stages(value: Any, limits: Limits) -> list[str]:
         by_name.setdefault(methods[index], []).append(name)
         by_name[f"{index} {methods[index]}"] = [name]
     fits = isinstance(value, list | tuple) and 0 < len(value) <= len(methods)
-    if not fits or not all(isinstance(name, str) and name in by_name for name in value):
-        allowed = ", ".join(map(repr, dict.fromkeys(methods)))
-        number = f"at most {len(methods)}, each one" if len(methods) > 1 else "one"
-        raise ConfigError(f"specplugins: stages must be a list of {number} of {allowed}, not {brief(value)}.")
+    unknown = [name for name in value if not (isinstance(name, str) and name in by_name)] if fits else [value]
+    if unknown:
+        allowed, hint = ", ".join(map(repr, dict.fromkeys(methods))), did_you_mean(unknown[0], by_name)
+        words = f"up to {len(methods)} of {allowed}, not {brief(unknown[0])}"
+        raise ConfigError(f"specplugins: stages must be {words}{hint}")
     return sorted({name for asked in value for name in by_name[asked]})
 
 

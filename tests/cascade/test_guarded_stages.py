@@ -107,7 +107,7 @@ def test_a_stage_is_switched_off_and_on_alone(caplog: pytest.LogCaptureFixture) 
     now[0], hostile.act = FIRST_PAUSE_S, lambda batch, good: good
     assert step(barrier) == [2, 2]
     assert not counters.switched_off and counters.times_switched_off == 1
-    assert any("Stage 0 (custom) is tried again" in record.getMessage() for record in caplog.records)
+    assert any("Stage 0 (custom): the circuit breaker closes" in record.getMessage() for record in caplog.records)
 
 
 def test_a_clients_reference_is_its_own_fault() -> None:

@@ -124,5 +124,5 @@ def test_refused_under_verify(tmp_path: Path) -> None:
     """Kills: a jump that checks what others drafted."""
     jump = write_head(tmp_path, 0, 1, 0.0)
     del jump["num_speculative_tokens"]
-    with pytest.raises(ConfigError, match=r"^cascade: stages\[1\] must be early_exit where policy is 'verify'"):
+    with pytest.raises(ConfigError, match=r"^cascade: stages\[1\] must be early_exit with policy 'verify'"):
         engine_config(cascade("verify", stages=(LOOKUP, jump)))

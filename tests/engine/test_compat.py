@@ -151,8 +151,8 @@ def test_second_owner_of_lengths(caplog: pytest.LogCaptureFixture) -> None:
         result = speculative_config_of(default, config.stages[1], config, {"num_speculative_tokens": 3})
         assert result.draft_confidence_threshold == 0.0
     assert caplog.messages == [
-        "cascade: vLLM's draft_confidence_threshold is off for mtp: the cascade performs lookups and chooses the "
-        "lengths of drafts."
+        "cascade: vLLM's draft_confidence_threshold is switched off for mtp, because the cascade does lookups and sets "
+        "draft lengths."
     ]
 
 
@@ -161,7 +161,7 @@ def test_second_owner_of_lengths(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_second_owner_of_drafts(drafter: Any) -> None:
     """Kills: a cascade whose stage looks the same tokens up again, or trims drafts that the cascade's budget trims."""
-    with pytest.raises(ConfigError, match=f"vLLM's {type(drafter).__name__} cannot be a stage: it performs lookups or"):
+    with pytest.raises(ConfigError, match=f"vLLM's {type(drafter).__name__} cannot be a stage, because it does"):
         refuse_second_owner(drafter)
 
 

@@ -142,5 +142,6 @@ def test_compiler_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "vllm.specplugins"):
         assert compiled.compile_cut(cut, "layers_0_1") is torch.neg
     assert [record.message for record in caplog.records] == [
-        "Drafting: layers_0_1 stays eager, for it does not compile (RuntimeError: there is no g++)."
+        "Drafting runs layers_0_1 without torch.compile, which failed (RuntimeError: there is no g++). "
+        "Drafts are slower."
     ]

@@ -62,7 +62,7 @@ def test_a_wait_in_a_graph(engine: Any, caplog: Any) -> None:
     llm = engine(config("wait"))
     mine, totals = outputs(llm), stats(llm)
     assert totals["switched_off"] and totals["whole"]["drafted"] == 0 and mine == outputs(engine(None))
-    assert len([record for record in caplog.records if "drafts nothing from now on" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "it drafts again after a restart" in record.getMessage()]) == 1
 
 
 def drafts_of(draft: Any, monkeypatch: Any) -> tuple[Any, list[str]]:

@@ -88,7 +88,7 @@ def test_options_are_checked(caplog: pytest.LogCaptureFixture) -> None:
         for bad in ("{", '{"max_draft": -1}', {"tenant": "b"}, [1], 7, *unchecked):
             assert arrived(engine, request(bad)) == NONE, bad
     sentences = said(caplog)
-    assert len(sentences) == 2 and "must be token ids there" in sentences[0]
+    assert len(sentences) == 2 and "Send token ids." in sentences[0]
     assert "specplugins must be a dictionary or its JSON text, not '{'." in sentences[1]
     assert arrived(engine, request(None)) == {} and arrived(engine, request(False)) == NONE
     plain = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=None))

@@ -122,4 +122,4 @@ def test_memory(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"), num_speculative_tokens=5)
     with caplog.at_level("INFO", logger="vllm.specplugins"):
         tell_states(config, SimpleNamespace(kv_cache_groups=[group]), "prompt_lookup")
-    assert "18.00 MiB per request, including 15.00 MiB for num_speculative_tokens 5." in caplog.text
+    assert "18.00 MiB per request, of which 15.00 MiB are for num_speculative_tokens 5." in caplog.text

@@ -347,7 +347,7 @@ def test_no_dictionary(intake: OptionsResolver, raw: Any) -> None:
 def test_texts_without_a_tokenizer() -> None:
     intake = OptionsResolver(Configured(method="prompt_lookup"), Sizes(), None)
     assert len(request_options(intake.resolved(params({"reference": [1, 2]})))["reference"]) == 2
-    with pytest.raises(VLLMValidationError, match="must be token ids, since the engine has no tokenizer"):
+    with pytest.raises(VLLMValidationError, match="must be token ids: the engine has no tokenizer"):
         intake.resolved(params({"reference": TEXT}))
 
 

@@ -73,5 +73,5 @@ def test_heads_that_repeat(
 def test_refused_at_start(engine: Any, checkpoint: Path, heads: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"a head for each of 4 tokens \(num_speculative_tokens, .*, not one with 3"):
         engine({**config_of(heads, "greedy"), "num_speculative_tokens": 4}, model=str(checkpoint), **ARGUMENTS)
-    with pytest.raises(ValueError, match="enable_lora must be false, not True: the heads know the model without"):
+    with pytest.raises(ValueError, match="enable_lora must be false, not True: its head was trained without"):
         engine(config_of(heads, "greedy"), model=str(checkpoint), enable_lora=True, **ARGUMENTS)

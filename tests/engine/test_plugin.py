@@ -127,7 +127,7 @@ for arguments in {"speculative_config": {"method": "prompt_lookup"}}, {"spec_met
 """
     )
     done = python(code, VLLM_SPECPLUGINS_DISABLE="1")
-    sentence = "VLLM_SPECPLUGINS_DISABLE switches vllm-specplugins off; serving without speculative decoding."
+    sentence = "VLLM_SPECPLUGINS_DISABLE is set; the server runs without speculative decoding."
     assert results(done) == [
         "['vllm.engine.arg_utils.EngineArgs.create_engine_config']",
         "SpeculativeConfig",
@@ -186,7 +186,7 @@ def test_flags() -> None:
     assert own.max_ngram == 5
     with pytest.raises(ConfigError, match="given twice"):
         engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3}, spec_tokens=4)
-    with pytest.raises(ConfigError, match="max_ngram is given twice, as 'max-ngram' and as 'max_ngram'"):
+    with pytest.raises(ConfigError, match="max_ngram is set twice, as 'max-ngram' and as 'max_ngram'"):
         engine_config({"method": "prompt_lookup", "max-ngram": 5, "max_ngram": 6})
 
 
@@ -231,30 +231,35 @@ def test_asynchronous_scheduling() -> None:
             take_over(config, True)
         return
     assert config.scheduler_config.scheduler_cls == plan.PLANNED
-    with pytest.raises(ConfigError, match="async_scheduling and scheduler_cls must not be set with grammar"):
+    with pytest.raises(ConfigError, match=r"remove async_scheduling .* grammar needs"):
         engine_config({"method": "grammar"}, async_scheduling=True)
     assert engine_config({"method": "grammar"}).scheduler_config.scheduler_cls == plan.GRAMMAR
-    with pytest.raises(ConfigError, match="scheduler_cls must not be set"):
+    with pytest.raises(ConfigError, match="remove scheduler_cls"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
 
 @pytest.mark.parametrize(
     ("spec", "place", "who", "why"),
     [
-        ({"method": "prompt_lookup"}, "on the device, eagerly", "the scheduler", "it needs full CUDA graphs"),
+        (
+            {"method": "prompt_lookup"},
+            "on the device, without CUDA graphs",
+            "the scheduler sets draft lengths",
+            "it needs full CUDA graphs",
+        ),
         (
             {"method": "early_exit", "exit_layer": 1, "gate": "off"},
-            "on the device, eagerly",
-            "nothing",
+            "on the device, without CUDA graphs",
+            "drafts have their full length",
             'gate is "off"',
         ),
         (
             {"method": "suffix_lookup"},
-            "on the device, eagerly, and also in a thread on the host",
-            "the scheduler",
+            "on the device, without CUDA graphs, and also in a thread on the host",
+            "the scheduler sets draft lengths",
             "it needs full",
         ),
-        ({"method": "grammar"}, "in each step, which waits", "a gate beside it", "the step that drafts knows"),
+        ({"method": "grammar"}, "on the host", "the gate sets draft lengths", "drafts have exact lengths"),
     ],
 )
 def test_where_drafts_are_made(
@@ -265,11 +270,11 @@ def test_where_drafts_are_made(
     with caplog.at_level("INFO", "vllm.specplugins"):
         engine_config(spec, **({"async_scheduling": True} if is_late else {}))
     if RUNNER == "v1":
-        place, why = "in each step, which waits", "the step that drafts knows"
-        who = "nothing" if "gate" in spec else "a gate beside it"
-    line = next(message for message in caplog.messages if "steps are scheduled" in message)
-    assert line.startswith(f"{spec['method']} drafts {place}") and f"; {who} chooses the number of tokens; " in line
-    assert f"scheduled {'a' if is_late else ''}synchronously, " in line and f"not trimmed on the device: {why}" in line
+        place, why = "on the host", "drafts have exact lengths"
+        who = "drafts have their full length" if "gate" in spec else "the gate sets draft lengths"
+    line = next(message for message in caplog.messages if "synchronous scheduling" in message)
+    assert line.startswith(f"{spec['method']}: drafts {place}") and f"; {who}; " in line
+    assert f"; {'a' if is_late else ''}synchronous scheduling (" in line and f"no trimming on the device ({why}" in line
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "suffix_lookup", "early_exit"])
@@ -300,14 +305,14 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         return scheduler.async_scheduling, scheduler.scheduler_cls
 
     planned, ours = plan.PLANNED, plan.CHOOSING
-    says = "scheduled asynchronously;" if RUNNER == "v2" else "synchronously, since Model Runner V1 needs"
+    says = "asynchronous scheduling;" if RUNNER == "v2" else "synchronous scheduling (Model Runner V1 needs"
     for speculative_config in (early_exit, PROMPT_LOOKUP):
         assert asynchronous(speculative_config) == ((True, planned) if RUNNER == "v2" else (False, ours))
         assert [says in sentence for sentence in said] == [True]
     assert asynchronous(cascade) == (False, ours)
     assert ["reads tokens on the host" in sentence for sentence in said] == [True]
     assert asynchronous(early_exit, async_scheduling=False) == (False, ours)
-    assert ["scheduled synchronously, as async_scheduling asks" in sentence for sentence in said] == [True]
+    assert ["; synchronous scheduling (async_scheduling is set)" in sentence for sentence in said] == [True]
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)
 
@@ -320,7 +325,7 @@ def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
         assert engine_config(PROMPT_LOOKUP).speculative_config is None
     assert [record.message for record in caplog.records] == [
         "vllm-specplugins does not support this vLLM (vllm/x.py: Y is missing; supported is vLLM >=0.32); "
-        "serving without speculative decoding."
+        "the server runs without speculative decoding."
     ]
     with pytest.raises(ConfigError):
         engine_config({"method": "prompt_lookup", "max_ngram": 99})

@@ -269,7 +269,7 @@ def test_a_proposer_is_tried_in_a_capture(waits: bool, caplog: pytest.LogCapture
     drafts, stopped = CustomDrafts(states, 3, 100), list[int]()
     drafts.proposer, drafts.stop = SimpleNamespace(draft=draft), lambda: stopped.append(1)
     drafts.probe()
-    assert stopped == [1] * waits and ("drafts nothing from now on" in caplog.text) == waits
+    assert stopped == [1] * waits and ("it drafts again after a restart" in caplog.text) == waits
     rows, most = torch.arange(2, device=HERE), torch.full((2,), 3, dtype=torch.int32, device=HERE)
     graph, match = record(lambda: drafts.match(rows, most, None))
     graph.replay()

@@ -68,7 +68,7 @@ def test_workers_have_the_last_word() -> None:
     Core(ours, "none").collective_rpc("specplugins_stats")
     assert thrown == [False, True]
     Core(SimpleNamespace(), "auto").collective_rpc(switch.GATE)
-    with pytest.raises(ValueError, match="scheduler_cls must be left out"):
+    with pytest.raises(ValueError, match="remove scheduler_cls"):
         Core(SimpleNamespace(), "none").collective_rpc(switch.GATE)
 
 

@@ -313,7 +313,7 @@ def test_refusals(
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if RUNNER == "v1":
-        arguments, words = {}, "{} must be left out on Model Runner V1"
+        arguments, words = {}, "remove {}: Model Runner V1"
     settings = {"max_model_len": 512, "enforce_eager": True, **arguments}
     args = EngineArgs(model=str(DEMO_MODEL), speculative_config=config, **settings)
     if not words:

@@ -53,7 +53,7 @@ def test_a_runner_of_another_class(tmp_path: Path, expected: Any) -> None:
     assert found.result, found.log[-3000:]
     assert found.result["outputs"] == expected and found.result["drafted"] == 0
     words = {"v1": "does not know vLLM's model runner CPUModelRunner", "v2": "cannot build vLLM's model runner ("}
-    assert found.log.count(words[RUNNER]) == found.log.count("; serving without speculative decoding.") == 1
+    assert found.log.count(words[RUNNER]) == found.log.count("; the server runs without speculative decoding.") == 1
 
 
 @pytest.mark.slow
@@ -64,7 +64,8 @@ def test_a_name_is_missing(tmp_path: Path, expected: Any) -> None:
     found = start(folder)
     assert found.result, found.log[-3000:]
     assert found.result["outputs"] == expected and not found.result["speculates"]
-    assert found.log.count("is missing; supported is vLLM") == 1 and "serving without speculative decoding" in found.log
+    assert found.log.count("is missing; supported is vLLM") == 1
+    assert "the server runs without speculative decoding" in found.log
     refused = start(folder, VLLM_SPECPLUGINS_ON_ERROR="refuse")
     assert refused.result is None and "is missing; supported is vLLM" in refused.log
     assert "VLLM_SPECPLUGINS_ON_ERROR is refuse." in refused.log
@@ -98,8 +99,8 @@ def test_what_serves(
         args = arguments(config)
         assert entrance(lambda self: self.speculative_config, args) == alone
         assert args.speculative_config is config, "the arguments are put back"
-        how = f"serving with {alone['method']} alone." if alone else "serving without speculative decoding."
-        assert [message.endswith(how) for message in caplog.messages] == [True]
+        how = f"with {alone['method']} alone." if alone else "without speculative decoding."
+        assert [message.endswith(f"the server runs {how}") for message in caplog.messages] == [True]
 
 
 @pytest.mark.skipif(ON_BOTH, reason="the front end is the same on both runners")

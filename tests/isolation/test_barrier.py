@@ -186,7 +186,7 @@ def test_logged_once_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     assert barrier.counters.switched_off
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert "RuntimeError: planted" in messages[0] and "switched off for 30 s" in messages[1]
+    assert "RuntimeError: planted" in messages[0] and "opens for 30 s" in messages[1]
     assert barrier.counters.request_steps == 20, "steps count on"
 
 
@@ -221,7 +221,7 @@ def test_tried_again_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> No
         pauses = [pause_after_faults() for _ in range(9)]
     assert pauses == [min(FIRST_PAUSE_S * 2**i, LONGEST_PAUSE_S) for i in range(9)] and pauses[-1] == LONGEST_PAUSE_S
     assert counters.times_switched_off == 9 and counters.faults == {RAISED: 9 * MAX_FAULTS}
-    assert sum("tried again after a pause of" in record.getMessage() for record in caplog.records) == 8
+    assert sum("the circuit breaker closes after" in record.getMessage() for record in caplog.records) == 8
     proposer.steps = [lambda: GOOD]
     assert step(barrier) == [2, 1] and not counters.switched_off
     clock.now += FORGIVEN_AFTER_S

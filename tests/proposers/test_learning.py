@@ -439,13 +439,13 @@ def test_a_folder_that_cannot_be_used(
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / JumpHead.file).write_bytes(b"no tensors")
     make(path=str(tmp_path / "bad"))
-    assert "learn: path is begun anew: jump: head must be a folder with the config.json of a head" in caplog.text
+    assert "do not fit: jump: head must be a folder with the config.json of a head" in caplog.text
     (tmp_path / "file").write_text("")
     learner = make(path=str(tmp_path / "file" / "below"))
     promote(learner, 0.5)
     learner.close()
     learner.close()
-    assert caplog.text.count("cannot be written") == 1
+    assert caplog.text.count("weights cannot be saved") == 1
 
 
 def test_what_fails_ends_the_learning_alone(
@@ -456,7 +456,7 @@ def test_what_fails_ends_the_learning_alone(
     learner = make()
     monkeypatch.setattr(learner.trainer, "round", lambda: 1 / 0)
     learner._run()
-    assert "Learning ends (ZeroDivisionError" in caplog.text
+    assert "training stops (ZeroDivisionError" in caplog.text
     learner.step()
     assert not learner.is_on
 

@@ -167,5 +167,5 @@ def test_stages() -> None:
     stages = [{"method": "prompt_lookup"}, {"method": "lookahead"}]
     config = parse_config({"method": "cascade", "stages": stages})
     assert (config.length, config.longest_chain) == (29, 3)
-    with pytest.raises(ConfigError, match="stages must be prompt_lookup and lookahead"):
+    with pytest.raises(ConfigError, match="lookahead supports only stages"):
         parse_config({"method": "cascade", "stages": stages[::-1]})

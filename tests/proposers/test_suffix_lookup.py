@@ -64,7 +64,7 @@ def test_keeps_its_store(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     own.close()
     caplog.clear()
     other = proposer(tokenize=lambda text: [1, *text.encode()], store_path=str(path))
-    assert "another tokenizer; the store begins empty" in caplog.text
+    assert "another tokenizer. The store starts empty" in caplog.text
     assert serve(other, "d", TEXT, 100) == 0
     other.close()
     assert len(texts_of(path, [1])) == 1, "it is replaced"
@@ -110,7 +110,7 @@ def test_bad_paths(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "thesis").write_text("All happy families are alike")
     own = proposer(store_path=str(tmp_path / name))
     [words] = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert words.endswith("nothing is saved until that changes.") and str(tmp_path) in words
+    assert words.endswith("saving is tried again.") and str(tmp_path) in words
     serve(own, "a", TEXT, 100)
     assert serve(own, "c", TEXT, 100) > 150
     own.close()

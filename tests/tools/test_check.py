@@ -141,12 +141,12 @@ def test_oracle() -> None:
 
 
 FAULTS = {
-    "raises": ("It raised in 3 steps.", "RuntimeError: planted"),
-    "writes": ("It raised in 3 steps.", "ValueError: assignment destination is read-only"),
+    "raises": ("It raised an exception in 3 steps.", "RuntimeError: planted"),
+    "writes": ("It raised an exception in 3 steps.", "ValueError: assignment destination is read-only"),
     "writes through": (f"{HERE}:Faulty wrote to batch.token_ids in ", ""),
-    "too long": ("It returned nonsense in 3 steps.", "num_draft is outside of 0..max_num_draft"),
-    "blames": ("It failed at the options of a request in ", "its text"),
-    "keeps": ("Its kept still holds 16 of 16 requests that it was to forget.", ""),
+    "too long": ("It returned an invalid draft in 3 steps.", "num_draft is not between 0 and max_num_draft"),
+    "blames": ("It raised an exception at the options of a request in ", "its text"),
+    "keeps": ("Its kept still holds 16 of 16 requests that ended.", ""),
 }
 
 
@@ -219,7 +219,7 @@ def test_command(capsys: pytest.CaptureFixture[str], refused: Any) -> None:
     assert "Nothing is violated." in capsys.readouterr().out
     assert main(["check", f"{HERE}:Faulty", "--options", '{"fault":"raises"}']) == 1
     printed = capsys.readouterr().out
-    assert "violated: It raised in 3 steps" in printed
+    assert "violated: It raised an exception in 3 steps" in printed
     assert printed.count('raise RuntimeError("planted")') == 1, "the first traceback shows the line, and none twice"
     for wrong, words in {
         f"{HERE}:Faulty": "cannot be built (KeyError",

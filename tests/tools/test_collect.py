@@ -13,7 +13,7 @@ from vllm_specplugins.__main__ import main
 LOG = """\
 INFO 01-01 Received request cmpl-1: prompt: 'SECRET speculative question', params: SamplingParams(n=1)
 INFO 01-01 [specplugins] Speculation so far: 10 drafts
-WARNING 01-01 The proposer raised (KeyError: 1); its drafts of this step are dropped, requests go on.
+WARNING 01-01 custom raised an exception (KeyError: 1). Requests continue. Later faults of this kind are only counted.
 INFO 01-01 Generated response cmpl-1: 'SECRET answer about ERROR'
 INFO 01-01 GET /health 200
 """

@@ -47,7 +47,7 @@ def test_ready() -> None:
     facts = "python", "torch", "vllm", "vllm-specplugins", "device", "vllm version", "replaced in vLLM", "kernels"
     assert {*facts} <= found.keys()
     assert found["runner"][0][:2] in ("V1", "V2") and found["scheduling"][0] in ("synchronous", "asynchronous")
-    assert found["drafting"][0].startswith("drafts ") and "steps are scheduled " in found["drafting"][0]
+    assert found["drafting"][0].startswith("drafts ") and "synchronous scheduling" in found["drafting"][0]
     assert "LlamaForCausalLM" in found["model"][0]
     assert any("'eagle'" in value and "refused" in value for value in found["registered method"])
     assert any(value.startswith("repeat (") for value in found["registered method"])

@@ -30,12 +30,12 @@ def with_our_names(method: str, raw: Mapping[str, Any]) -> dict[str, Any]:
             _check_verification(method, value)
             changes.append(f'{name} "standard" as exact verification')
         elif ours in values or (ours != name and ours in raw):
-            raise ConfigError(f"{method}: {ours} is given twice, also as vLLM's {name}.")
+            raise ConfigError(f"{method}: remove {name}: it is vLLM's name of {ours}, which is also set.")
         else:
             values[ours] = _class_path(value) if ours == "proposer" else value
-            changes += [f"{name} as {ours}"] * (ours != name)
+            changes += [f"{name} sets {ours}"] * (ours != name)
     if changes:
-        logger.info("%s: read vLLM's %s.", method, ", ".join(changes))
+        logger.info("%s: accepts vLLM's names (%s).", method, ", ".join(changes))
     return values
 
 

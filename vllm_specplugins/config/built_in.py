@@ -56,13 +56,12 @@ class BuiltInConfig:
         for key in raw:
             if key in CASCADES:
                 raise ConfigError(
-                    f"cascade: stages[{index}]: {key} must be left out: the cascade performs lookups and chooses the "
-                    "lengths of drafts."
+                    f"cascade: stages[{index}]: remove {key}: the cascade does lookups and sets draft lengths."
                 )
             if key != "model" and key not in BUILT_IN_SETTINGS:
                 raise ConfigError(
-                    f"cascade: stages[{index}]: {brief(key)} is not a field; the fields are model and settings of "
-                    f"vLLM's that docs/configuration.md lists{did_you_mean(key, ('model', *BUILT_IN_SETTINGS))}"
+                    f"cascade: stages[{index}]: {brief(key)} is not a field; the fields are model and vLLM's "
+                    f"settings in docs/configuration.md{did_you_mean(key, ('model', *BUILT_IN_SETTINGS))}"
                 )
         model = raw.get("model")
         if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
@@ -82,10 +81,10 @@ def check_built_in(config: SpecConfig) -> None:
     names = [stage.method for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)]
     if len(names) > 1:
         raise ConfigError(
-            f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(names)}."
+            f"cascade: keep one of {' and '.join(names)} in stages: only one proposer may be built into vLLM."
         )
     if names and "probabilistic" in sample_methods(config):
         raise ConfigError(
-            f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages beside {names[0]}, not "
-            f"'probabilistic'."
+            f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages of a cascade with {names[0]}, "
+            "not 'probabilistic'."
         )

@@ -106,7 +106,7 @@ class SuffixLookupConfig:
     def __post_init__(self) -> None:
         check_fields(self, "suffix_lookup")
         if self.shared is not None and find_spec("redis") is None:
-            raise ConfigError("suffix_lookup: shared needs the package redis: pip install redis.")
+            raise ConfigError("suffix_lookup: shared needs the package redis (pip install redis).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +164,11 @@ class EarlyExitConfig(PartConfig):
             return
         num_layers = len(self.layers)
         if self.exit_layer not in (1, num_layers):
-            raise ConfigError(f"early_exit: exit_layer must be left out with layers, not {self.exit_layer}.")
+            raise ConfigError(
+                f"early_exit: remove exit_layer ({self.exit_layer}) or layers: both choose the layers that draft."
+            )
         if self.look_ahead is not None:
-            raise ConfigError("early_exit: look_ahead must be left out with layers: the two are untested together.")
+            raise ConfigError("early_exit: remove look_ahead: it is untested with layers.")
         are_first = self.layers[-1] == num_layers - 1
         object.__setattr__(self, "exit_layer", num_layers)
         object.__setattr__(self, "layers", None if are_first else tuple(self.layers))

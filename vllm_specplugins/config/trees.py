@@ -39,7 +39,7 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
     for index, stage in enumerate(config.stages):
         if getattr(stage.method_config, "tree", None):
             raise ConfigError(
-                f"cascade: stages[{index}] must not hold tree, which the cascade has, or a method that is alone."
+                f"cascade: remove tree from stages[{index}]: set it for the whole cascade, or use the method alone."
             )
     method, tree = config.method, getattr(config.method_config, "tree", None)
     if windows := stage_configs(config, LookaheadConfig):
@@ -48,8 +48,8 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
     samples = "probabilistic" in sample_methods(config)
     if (tree and samples != in_rounds) or (in_rounds and (config.stages or not tree)):
         raise ConfigError(
-            f"{method}: rejection must be 'rounds' with tree and draft_sample_method 'probabilistic', outside of a "
-            f"cascade, and left out otherwise, not {'rounds' if in_rounds else None!r}."
+            f"{method}: rejection 'rounds', tree and draft_sample_method 'probabilistic' need each other and no "
+            f"cascade; rejection is {'rounds' if in_rounds else None!r} here."
         )
     if not tree:
         return config
@@ -61,13 +61,13 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
         raise ConfigError(f"{method}: verification must be 'fused' with tree, not {verification!r}.")
     for part, name in product(config.parts, NOT_WITH_TREE):
         if getattr(part.method_config, name, None):
-            raise ConfigError(f"{method}: {name} must be left out with tree: the two are untested together.")
+            raise ConfigError(f"{method}: remove {name}: it is untested with tree.")
     if stages := config.stages:
         fits = methods_of(config) in [["prompt_lookup", second] for second in ("early_exit", "jump", "medusa")]
         if not fits or stages[1].num_speculative_tokens is not None or rule(config) == "verify":
             raise ConfigError(
-                "cascade: stages must be prompt_lookup and one of early_exit, jump and medusa without "
-                "num_speculative_tokens, and policy 'auto', with tree."
+                "cascade: tree supports only stages [prompt_lookup, X] with X = early_exit, jump or medusa, policy "
+                "'auto', and no num_speculative_tokens in a stage."
             )
         config = config.with_stages((stages[0], replace(stages[1], num_speculative_tokens=chain_length(tree))))
     return replace(config.with_length(tree), says_length=True, longest_chain=chain_length(tree))
@@ -80,8 +80,8 @@ def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length:
         fits = methods_of(config) == ["prompt_lookup", "lookahead"] and rule(config) != "verify"
         if not fits or config.method_config.tree or any(stage.num_speculative_tokens for stage in stages):
             raise ConfigError(
-                "cascade: stages must be prompt_lookup and lookahead without num_speculative_tokens, policy 'auto' and "
-                "tree left out, where one is lookahead."
+                "cascade: lookahead supports only stages [prompt_lookup, lookahead], policy 'auto', no tree, and no "
+                "num_speculative_tokens in a stage."
             )
     if says_length and config.length != num_nodes:
         raise ConfigError(

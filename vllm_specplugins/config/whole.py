@@ -107,7 +107,7 @@ class SpecConfig:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"{method}: its configuration is refused ({type(error).__name__}: {error}).") from error
+            raise ConfigError(f"{method}: invalid configuration ({type(error).__name__}: {error}).") from error
         check_fields(method_config, method)
         return cls(method=method, common=common, method_config=method_config)
 
@@ -156,8 +156,8 @@ def check_stages(config: SpecConfig) -> None:
             )
         if index and rule(config) == "verify" and not isinstance(stage.method_config, EarlyExitConfig):
             raise ConfigError(
-                f"cascade: stages[{index}] must be early_exit where policy is 'verify', not {stage.method!r}."
+                f"cascade: stages[{index}] must be early_exit with policy 'verify', not {stage.method!r}."
             )
     methods = methods_of(config)
     if {"prompt_lookup", "suffix_lookup"} <= set(methods):
-        raise ConfigError("cascade: stages must not hold prompt_lookup beside suffix_lookup, which includes it.")
+        raise ConfigError("cascade: remove prompt_lookup from stages: suffix_lookup includes it.")

@@ -41,7 +41,7 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
     for name, off in CASCADES.items():
         if getattr(result, name, None):  # 0 is off, too
             logger.warning(
-                "cascade: vLLM's %s is off for %s: the cascade performs lookups and chooses the lengths of drafts.",
+                "cascade: vLLM's %s is switched off for %s, because the cascade does lookups and sets draft lengths.",
                 *(name, stage.method),
             )
             setattr(result, name, off)
@@ -53,9 +53,7 @@ def refuse_second_owner(theirs: Any) -> None:
     """Raises ConfigError if a later vLLM's drafter performs lookups or trims drafts itself."""
     kind = type(theirs).__name__
     if "Ngram" in kind or "Suffix" in kind or hasattr(theirs, "num_valid_drafts_for_trim"):
-        raise ConfigError(
-            f"cascade: vLLM's {kind} cannot be a stage: it performs lookups or trims drafts, as the cascade does."
-        )
+        raise ConfigError(f"cascade: vLLM's {kind} cannot be a stage, because it does lookups or trims drafts itself.")
 
 
 def for_built_in(vllm_config: VllmConfig) -> VllmConfig:

@@ -56,7 +56,10 @@ def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None
                 return end
         except (AttributeError, TypeError, ValueError, RuntimeError):  # a model of another make, or shape
             pass
-    logger.warning("learn: nothing is learned, since gradients cannot pass the head of %s.", type(model).__name__)
+    logger.warning(
+        "learn: no training, because gradients cannot pass the output head of %s. Remove the field learn.",
+        type(model).__name__,
+    )
     return None
 
 

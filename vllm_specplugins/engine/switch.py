@@ -37,7 +37,7 @@ def _with_scheduler(original: Any, self: Any, method: Any, *args: Any, **kwargs:
         if hasattr(self.scheduler, "switch"):
             self.scheduler.switch(is_off)
         elif is_off:
-            raise ValueError("scheduler_cls must be left out to switch drafting off: only our schedulers can.")
+            raise ValueError("remove scheduler_cls to switch drafting off: only the plugin's schedulers can.")
     return results
 
 
@@ -47,8 +47,8 @@ def checked_mode(mode: Any, data_parallel_size: int) -> str:
         raise ValueError(f"mode must be {NONE!r} or {AUTO!r}, not {mode!r}.")
     if mode == NONE and data_parallel_size > 1:
         raise ValueError(
-            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: engines that wait for "
-            "each other would draft unequally."
+            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: the engines wait for each "
+            "other and must draft alike."
         )
     return str(mode)
 
@@ -73,7 +73,7 @@ class Switched:
         self.is_off = is_off
         self._other_lookup, self.dynamic_sd_lookup = self.dynamic_sd_lookup, self._other_lookup
         self._forget_drafts()
-        logger.warning("Drafting is switched %s.", "off" if is_off else "on")
+        logger.warning("specplugins_gate switched drafting %s.", "off" if is_off else "on")
 
     def _forget_drafts(self) -> None:
         for request in self.requests.values():

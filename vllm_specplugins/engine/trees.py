@@ -47,11 +47,11 @@ def check_trees(vllm_config: VllmConfig) -> None:
     config, text = vllm_config.speculative_config.plugin_config, model.hf_text_config
     method, word = config.method, _word(config)
     if not vllm_config.use_v2_model_runner:
-        raise ConfigError(f"{method}: {word} must be left out on Model Runner V1, which has no attention for trees.")
+        raise ConfigError(f"{method}: remove {word}: Model Runner V1 has no attention for trees.")
     if model.max_model_len > MAX_CONTEXT:
         raise ConfigError(
-            f"{method}: max_model_len must be at most {MAX_CONTEXT} with {word}, not {model.max_model_len}: its "
-            "attention does not split long texts."
+            f"{method}: max_model_len must be at most {MAX_CONTEXT} with {word}, not {model.max_model_len}: "
+            "attention for trees does not split long texts."
         )
     kinds = {
         "multi-head latent attention": model.use_mla,
@@ -68,6 +68,4 @@ def check_trees(vllm_config: VllmConfig) -> None:
     }
     for kind, is_present in kinds.items():
         if is_present:
-            raise ConfigError(
-                f"{method}: {word} must be left out with {kind}: not verified exactly there, or never tried."
-            )
+            raise ConfigError(f"{method}: remove {word}: it is not exact, or untested, with {kind}.")

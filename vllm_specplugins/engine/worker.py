@@ -83,7 +83,7 @@ class _WithProposer:
     def _become_plain(self, problem: str) -> None:
         """Becomes vLLM's worker, without speculation."""
         check_choice(f"vllm-specplugins {problem}")
-        logger.error("vllm-specplugins %s; serving without speculative decoding.", problem)
+        logger.error("vllm-specplugins %s; the server runs without speculative decoding.", problem)
         self.vllm_config = alone = copy.copy(self.vllm_config)
         alone.speculative_config = self.speculative_config = None
         self.__class__ = type(type(self).__name__, (_Plain, *type(self).__bases__[1:]), {})
@@ -145,7 +145,7 @@ class _WithProposer:
                 if is_ours(stage, "close"):
                     stage.close()
         except Exception as error:
-            logger.error("The files of proposers cannot be saved (%s).", cause_text(error))
+            logger.error("Shutdown: the files of proposers cannot be saved (%s).", cause_text(error))
         finally:
             super().shutdown()  # type: ignore[misc]
 
@@ -235,6 +235,7 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
         context.vocab_size,
         context.max_num_draft,
         time_budget_ms=config.common.time_budget_ms if in_thread else None,
+        name=config.method,
         ends_process=speculative_config.runs_target and context.num_ranks > 1,
         forcing_stage=forces.index(True) if True in forces else 0,
     )

@@ -33,6 +33,7 @@ class FaultBarrier:
         max_num_draft: int,
         time_budget_ms: float | None,
         *,
+        name: str = "The proposer",
         ends_process: bool = False,
         forcing_stage: int = 0,
     ):
@@ -48,7 +49,7 @@ class FaultBarrier:
         self.late: Any = None  # asks for late drafts; see engine/v2/speculators/late.py
         self.guard = Guard(
             proposer,
-            "The proposer",
+            name,
             self.counters,
             time_budget_ms,
             in_thread=time_budget_ms is not None,

@@ -125,7 +125,7 @@ def checked_draft(
         Nonsense: a field differs from draft.Draft in type, dtype or shape, or has a value out of range.
     """
     if type(draft) is not Draft:
-        raise Nonsense(f"a {type(draft).__name__} instead of a Draft")
+        raise Nonsense(f"a {type(draft).__name__}, expected a Draft")
     num_reqs = len(limits)
     fields: list[Any] = [getattr(draft, name, None) for name in Draft.__slots__]
     token_ids, num_draft, confidence, logits = fields
@@ -133,19 +133,19 @@ def checked_draft(
         token_ids = _copied("token_ids", token_ids, np.int32, 2, num_reqs, max_num_draft)
     num_draft = _copied("num_draft", num_draft, np.int32, 1, num_reqs)
     if (num_draft.view(np.uint32) > np.minimum(limits, token_ids.shape[1])).any():  # unsigned, -1 is too large
-        raise Nonsense("num_draft is outside of 0..max_num_draft")
+        raise Nonsense("num_draft is not between 0 and max_num_draft")
     if type(token_ids) is np.ndarray and token_ids.view(np.uint32).max(initial=0) >= vocab_size:
         # columns past the end of a draft may hold anything
         used = token_ids[_used(num_draft, token_ids.shape[1])]
         if used.size and not 0 <= used.min() <= used.max() < vocab_size:
-            raise Nonsense(f"a token id outside of 0..{vocab_size - 1}")
+            raise Nonsense(f"a token id is not between 0 and {vocab_size - 1}")
     if confidence is not None:
         confidence = _copied("confidence", confidence, np.float32, 1, num_reqs)
         if not np.isfinite(confidence).all():
-            raise Nonsense("a confidence that is not finite")
+            raise Nonsense("confidence is not finite")
     if logits is not None:
         if not runs_target:
-            raise Nonsense("logits, which only a proposer that runs the target may return")
+            raise Nonsense("it has logits, which only a proposer that runs the target may return")
         # On a GPU no step waits for this check: verification rejects such drafts, and the device counts them.
         if not logits.is_cuda:
             is_broken = ~logits.amax(-1).isfinite().numpy() & _used(num_draft, logits.shape[1])
@@ -162,12 +162,12 @@ def _used(num_draft: Int32Array, width: int) -> npt.NDArray[np.bool_]:
 def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: int = 0) -> npt.NDArray[Any]:
     """Copies an array of `num_rows` rows and at most `width` columns."""
     if type(value) is not np.ndarray:
-        raise Nonsense(f"{name} is a {type(value).__name__} instead of a NumPy array")
+        raise Nonsense(f"{name} is a {type(value).__name__}, expected a NumPy array")
     if value.dtype != dtype:
-        raise Nonsense(f"{name} is {value.dtype} instead of {np.dtype(dtype)}")
+        raise Nonsense(f"{name} is {value.dtype}, expected {np.dtype(dtype)}")
     shape = value.shape
     if len(shape) != ndim or shape[0] != num_rows:
-        raise Nonsense(f"{name} has the shape {shape}, but must have {num_rows} rows and {ndim} dimensions")
+        raise Nonsense(f"{name} has shape {shape}, expected {num_rows} rows and {ndim} dimensions")
     if ndim == 2 and shape[1] > width:
-        raise Nonsense(f"{name} has {shape[1]} columns where {width} are allowed")
+        raise Nonsense(f"{name} has {shape[1]} columns, expected at most {width}")
     return np.array(value, dtype)

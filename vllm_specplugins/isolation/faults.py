@@ -24,6 +24,14 @@ RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow
 CHARGED = "charged to a request"
 NOT_FINITE = "drew from logits that are not finite"  # counted in tokens, the others in steps
 CAUSES = (RAISED, HANGS, NONSENSE, SLOW, CHARGED, NOT_FINITE)
+DID = {  # words for the log and for `check`; the causes are labels of a metric
+    RAISED: "raised an exception",
+    HANGS: "did not answer in time",
+    NONSENSE: "returned an invalid draft",
+    SLOW: "was too slow",
+    CHARGED: "raised an exception at the options of a request",
+    NOT_FINITE: NOT_FINITE,
+}
 
 # MAX_FAULTS faults within FAULT_WINDOW steps switch a proposer off. The pause doubles each time, unless the proposer
 # has run for FORGIVEN_AFTER_S since the last one.
@@ -61,7 +69,7 @@ class CircuitBreaker:
         if self.health.switched_off and self.clock() >= self._off_until:
             self.health.switched_off = False
             self._on_since = self.clock()
-            _warn("%s is tried again after a pause of %.0f s.", self.name, self.health.pause_s)
+            _warn("%s: the circuit breaker closes after %.0f s; it drafts again.", self.name, self.health.pause_s)
         return self.health.switched_off
 
     def record(self, fault: Fault, charged_to: Sequence[str]) -> None:
@@ -72,10 +80,9 @@ class CircuitBreaker:
         if not charged_to:
             self.add_fault()
         if is_first:
-            consequence = f"{len(charged_to)} requests get no more of its drafts" if charged_to else "requests go on"
-            _warn(
-                "%s %s (%s); its drafts of this step are dropped, %s.", self.name, fault.kind, fault.cause, consequence
-            )
+            who = f"{len(charged_to)} requests continue without its drafts" if charged_to else "Requests continue"
+            words = "%s %s (%s). %s. Later faults of this kind are only counted."
+            _warn(words, self.name, DID[fault.kind], fault.cause, who)
 
     def add_fault(self) -> None:
         self._fault_steps.append(self.step)
@@ -89,7 +96,7 @@ class CircuitBreaker:
         health.times_switched_off += 1
         self._off_until = now + health.pause_s
         _warn(
-            "%s failed %d times within %d steps and is switched off for %.0f s; requests continue without its drafts.",
+            "%s failed %d times within %d steps: the circuit breaker opens for %.0f s. Requests continue undrafted.",
             self.name,
             MAX_FAULTS,
             FAULT_WINDOW,
@@ -105,9 +112,9 @@ def _warn(*sentence: object) -> None:
 
 def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
     if isinstance(error, NotFinite):
-        return Fault(NOT_FINITE, cause_text(error), count=error.num_tokens)
+        return Fault(NOT_FINITE, cause_text(error).removeprefix("NotFinite: "), count=error.num_tokens)
     if isinstance(error, Nonsense):
-        return Fault(NONSENSE, cause_text(error))
+        return Fault(NONSENSE, cause_text(error).removeprefix("Nonsense: "))
     return Fault(RAISED, cause_text(error) + _place(error), _blamed(error, request_ids))
 
 

@@ -17,7 +17,7 @@ from numpy.random import mtrand
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Proposer
 from vllm_specplugins.isolation.exchange import feedback_for_proposer
-from vllm_specplugins.isolation.faults import HANGS, SLOW, CircuitBreaker, Fault, FaultCounters, fault_of, logger
+from vllm_specplugins.isolation.faults import DID, HANGS, SLOW, CircuitBreaker, Fault, FaultCounters, fault_of, logger
 from vllm_specplugins.isolation.histories import Histories
 from vllm_specplugins.request_options import SETTINGS
 
@@ -173,7 +173,7 @@ class Guard:
         outcome = self.call(NO_REQUESTS, work)
         ms = (time.perf_counter() - start) * 1000
         if outcome is not None and is_timed and self._budget_ms is not None and ms > self._budget_ms:
-            self._record(Fault(SLOW, f"{ms:.0f} ms where {self._budget_ms:.0f} are allowed"), ())
+            self._record(Fault(SLOW, f"{ms:.0f} ms, more than time_budget_ms {self._budget_ms:.0f}"), ())
         return outcome
 
     def _run(self, turn: Callable[[], T], request_ids: Sequence[str]) -> T | Fault:
@@ -188,7 +188,7 @@ class Guard:
             self._left_ms = max(0.0, self._left_ms - (time.perf_counter() - start) * 1000)
 
     def _hangs(self) -> Fault:
-        return Fault(HANGS, f"no answer within its budget of {self._budget_ms:.0f} ms a step")
+        return Fault(HANGS, f"more than time_budget_ms {self._budget_ms:.0f}")
 
     @property
     def _budget_s(self) -> float:
@@ -217,8 +217,9 @@ class Guard:
 
 def end_all_ranks(name: str, fault: Fault) -> None:
     """Ends this process, and so all ranks, after a fault of a proposer that each of them runs."""
+    cause = name, DID[fault.kind], fault.cause
     with suppress(BaseException):  # a filter of the proposer may raise
-        logger.error("%s %s (%s) on one of several ranks, which ends them all.", name, fault.kind, fault.cause)
+        logger.error("%s %s (%s) on one of several ranks. The engine stops: all ranks must draft alike.", *cause)
     os._exit(1)  # an orderly exit would wait for the other ranks
 
 

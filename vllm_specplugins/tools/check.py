@@ -30,7 +30,7 @@ from vllm_specplugins.draft import (
 )
 from vllm_specplugins.engine.harness.text import services
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS, TRACEBACK, fault_of, logger
+from vllm_specplugins.isolation.faults import DID, MAX_FAULTS, TRACEBACK, fault_of, logger
 from vllm_specplugins.isolation.histories import Histories
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config, registered_methods
@@ -165,16 +165,15 @@ def check(
 def _violations(proposer: Proposer, counters: Counters, trace: Trace) -> Iterator[str]:
     """Faults by kind, of which the barrier has logged the first causes, and forgotten requests that it still holds."""
     for kind, count in counters.faults.items():
-        did = "failed at the options of a request" if kind == CHARGED else kind
-        yield f"It {did} in {_steps(count)}."
+        yield f"It {DID[kind]} in {_steps(count)}."
     if counters.times_switched_off:  # then it is not asked to forget, either
-        yield f"It was switched off after {MAX_FAULTS} faults: an engine would have gone on without its drafts."
+        yield f"The circuit breaker opened after {MAX_FAULTS} faults: an engine would continue without its drafts."
         return
     gone = {name_of(number) for number in range(len(trace.histories))}
     for name, value in getattr(proposer, "__dict__", {}).items():
         entries = value if isinstance(value, dict | set | list | tuple) else ()
         if held := gone.intersection(entry for entry in entries if isinstance(entry, str)):
-            yield f"Its {name} still holds {len(held)} of {len(gone)} requests that it was to forget."
+            yield f"Its {name} still holds {len(held)} of {len(gone)} requests that ended. Drop them in forget."
 
 
 def _steps(count: int) -> str:

@@ -94,7 +94,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(_json("".join(line for _, line in lines)) or [None], start=1):
             if not isinstance(row, dict):
                 raise ConfigError(
-                    f"--dataset-path: {name} must be a JSON array of objects, which entry {number} is not."
+                    f"--dataset-path: {name} must be a JSON array of objects; entry {number} is not an object."
                 )
             yield f"entry {number} of {name}", row
     elif file.suffix not in JSON_SUFFIXES and not isinstance(_json(first[1]), dict):

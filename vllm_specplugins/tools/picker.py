@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
-from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief
+from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief, did_you_mean
 from vllm_specplugins.config.fields import error_text
 from vllm_specplugins.methods import METHODS
 from vllm_specplugins.parsing import parse_config, registered_methods
@@ -38,7 +38,7 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
     """
     picked = {NONE: None, **{name: config for name, config in pick(wanted, "--methods").items() if config}}
     if len(picked) == 1:
-        raise ConfigError(f"--methods must name a method beside {NONE}.")
+        raise ConfigError(f"--methods must name a method besides {NONE}.")
     return picked
 
 
@@ -65,7 +65,7 @@ def _by_name(text: str, option: str, named: Named) -> Iterator[tuple[str, Config
         name, colon, number = word.partition(":")
         if name not in named:
             names = ", ".join(named)
-            raise ConfigError(f"{option} must be of {names}, or a speculative_config in JSON, not {brief(word)}.")
+            raise ConfigError(f"{option} must be {names}, or JSON, not {brief(word)}{did_you_mean(name, named)}")
         if colon and not (number.isdecimal() and 1 <= int(number[:9]) <= MAX_NUM_SPECULATIVE_TOKENS):
             allowed = f"1 to {MAX_NUM_SPECULATIVE_TOKENS}"
             raise ConfigError(f"{option}: K must be {allowed}, as in {name}:5, not {brief(word)}.")

@@ -28,8 +28,8 @@ def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any
         except ValueError as error:
             manager, names = None, {group.backend.get_name() for groups in arguments["attn_groups"] for group in groups}
             logger.warning(
-                "%s: drafts are not trimmed on the device, but planned a step ahead: attention backend %s cannot, %s "
-                "can (%s...).",
+                "%s: no trimming on the device, because attention backend %s does not support it; the scheduler sets "
+                "draft lengths one step ahead. Use %s to trim drafts (vLLM: %s...).",
                 *(runner.speculative_config.plugin_config.method, " or ".join(sorted(names)), CAN_TRIM),
                 " ".join(str(error).split())[:80],
             )

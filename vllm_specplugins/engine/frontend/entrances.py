@@ -22,9 +22,9 @@ from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 logger = logging.getLogger("vllm.specplugins")
 RUST = (
-    "VLLM_USE_RUST_FRONTEND is set: a request's options are checked in the engine, where a bad one costs the options "
-    "instead of answering 400; `prediction` and a reference that is a text are ignored; our metrics are not on the "
-    "server's /metrics but on a port of the engine, if VLLM_SPECPLUGINS_METRICS_PORT names one."
+    "VLLM_USE_RUST_FRONTEND is set. A request with an invalid option runs without options, instead of answering 400. "
+    "`prediction`, and a reference given as text, are ignored. Set VLLM_SPECPLUGINS_METRICS_PORT to export the "
+    "plugin's metrics, which the server's /metrics does not have."
 )
 
 
@@ -42,7 +42,10 @@ class EngineOptions(OptionsResolver):
             return dict(mine.extra_args["specplugins"])
         except Exception as error:
             cause = str(error) if isinstance(error, VLLMValidationError) else f"{cause_text(error)}."
-            self._log_once(type(error).__name__, f"Options that bypassed vLLM's Python front end are left out: {cause}")
+            self._log_once(
+                type(error).__name__,
+                f"A request runs without its options, which bypassed vLLM's Python front end: {cause}",
+            )
         return {}
 
     def _read(self, raw: Any, flat: Options) -> Options:
@@ -50,14 +53,15 @@ class EngineOptions(OptionsResolver):
         if isinstance(options.get(REFERENCE), str):
             del options[REFERENCE]
             self._log_once(
-                REFERENCE, "A reference that bypassed vLLM's Python front end is left out: it must be token ids there."
+                REFERENCE,
+                "A request runs without its reference: only vLLM's Python front end tokenizes text. Send token ids.",
             )
         return super()._read(options, {})
 
     def _log_once(self, kind: str, sentence: str) -> None:
         if kind not in self._logged:
             self._logged.add(kind)
-            logger.warning("%s Later ones are not logged.", sentence)
+            logger.warning("%s This is logged once.", sentence)
 
 
 def check_front_end(vllm_config: VllmConfig) -> None:

@@ -31,7 +31,7 @@ def refuses() -> bool:
 def check_choice(problem: str) -> None:
     """Raises ConfigError with a problem in our use of vLLM if the server shall not start without us."""
     if refuses():
-        raise ConfigError(f"{problem}; {ON_ERROR} is refuse.")
+        raise ConfigError(f"{problem}; the server stops, because {ON_ERROR} is refuse.")
 
 
 def vllm_alone(raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -49,7 +49,7 @@ def serve_without_us(raw: Mapping[str, Any], reason: str, original: Any, args: A
     """vLLM's configuration without our method; logs the reason in one sentence."""
     alone = vllm_alone(raw)
     how = f"with {alone['method']} alone" if alone else "without speculative decoding"
-    logger.error("%s; serving %s.", reason, how)
+    logger.error("%s; the server runs %s.", reason, how)
     theirs = {"speculative_config": alone, "spec_method": None, "spec_model": None, "spec_tokens": None}
     with replaced(args, theirs):
         return original(args, *more, **kwargs)

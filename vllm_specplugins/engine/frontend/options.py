@@ -123,7 +123,7 @@ class OptionsResolver:
     def _tokenize(self, text: str) -> Work[bytearray]:
         """The tokens of a reference as int32, piece by piece; stops after max_model_len."""
         if self._tokenizer is None:
-            raise ConfigError("specplugins: reference must be token ids, since the engine has no tokenizer.")
+            raise ConfigError("specplugins: reference must be token ids: the engine has no tokenizer.")
         token_ids = bytearray()
         for piece in pieces(text):
             try:

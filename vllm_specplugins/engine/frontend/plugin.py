@@ -27,7 +27,7 @@ def install() -> None:
         for name in "create_speculative_config", "create_engine_config":
             getattr(EngineArgs, name)
     except (AttributeError, ImportError) as error:  # vLLM calls this at each start, whatever the method is
-        logger.error("vllm-specplugins does not support this vLLM: %s.", error)
+        logger.error("vllm-specplugins does not support this vLLM (%s); vLLM runs without it.", error)
         return
     if fallback.is_disabled():
         wrap(EngineArgs, "create_engine_config", _without_ours)
@@ -46,7 +46,7 @@ def requested(args: Any) -> dict[str, Any] | None:
     for key in raw or {}:
         name = key.replace("-", "_") if isinstance(key, str) else key
         if (other := written.setdefault(name, key)) != key:
-            raise ConfigError(f"speculative_config: {name} is given twice, as {other!r} and as {key!r}.")
+            raise ConfigError(f"speculative_config: {name} is set twice, as {other!r} and as {key!r}; remove one.")
     merged = {name: (raw or {})[key] for name, key in written.items()}
     flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
     given = {key: value for key, value in flags.items() if value is not None}
@@ -65,7 +65,7 @@ def requested(args: Any) -> dict[str, Any] | None:
             f"speculative_config: method must be {', '.join(names)} or one of vLLM's, not {brief(method)}{hint}"
         )
     for key in given.keys() & merged.keys():
-        raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")
+        raise ConfigError(f"speculative_config: {key} is set twice, in the JSON and as a flag; remove one.")
     return {**merged, **given}
 
 
@@ -90,7 +90,7 @@ def _engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             fallback.check_choice(problem)
             return fallback.serve_without_us(raw, problem, original, self, *args, **kwargs)
         if version:
-            words = "vllm-specplugins was tested with vLLM %s, not %s; it drafts, since all names that it uses exist."
+            words = "vllm-specplugins was tested with vLLM %s, not %s. It drafts: all names that it uses exist."
             logger.warning(words, compat.SUPPORTED, version)
         return vllm_config
 
@@ -102,7 +102,7 @@ def _without_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         raw = None
     if raw is None:
         return original(self, *args, **kwargs)
-    reason = "VLLM_SPECPLUGINS_DISABLE switches vllm-specplugins off"
+    reason = "VLLM_SPECPLUGINS_DISABLE is set"
     return fallback.serve_without_us(raw, reason, original, self, *args, **kwargs)
 
 

@@ -58,7 +58,9 @@ def fitting_server(config: SpecConfig, engine_args: Any, model_config: Any) -> S
     reason = min(reasons, key=reasons.__getitem__)
     if (limit := reasons[reason]) >= length:
         return config
-    logger.info("%s: num_speculative_tokens is %d, not %d: %s.", config.method, limit, length, reason)
+    logger.info(
+        "%s: the default of num_speculative_tokens is %d here instead of %d: %s.", config.method, limit, length, reason
+    )
     return replace(shortened(config, limit), says_length=False)
 
 
@@ -95,7 +97,9 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
             f"{config.method}: {name} must allow {num + 1} tokens with {num} draft tokens (num_speculative_tokens), "
             f"since vLLM pads prompts to one token more, not {limit}."
         )
-    sentence = "%s: num_speculative_tokens is %d, not %d: vLLM pads prompts to one token more, and %s allows %d tokens."
+    sentence = (
+        "%s: the default of num_speculative_tokens is %d here instead of %d, because %s is %d and vLLM adds a token."
+    )
     logger.info(sentence, config.method, limit - 1, config.length, name, limit)
     return shortened(config, limit - 1)
 

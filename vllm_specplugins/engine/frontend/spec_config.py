@@ -152,17 +152,17 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     method = speculative_config.plugin_config.method
     if current_platform.is_cpu() and has_state(vllm_config.model_config):
         raise ConfigError(
-            f"{method}: model must have attention in every layer on a CPU: after a rejection vLLM cannot restore the "
-            "states of hybrid and state-space models there."
+            f"{method}: model must have attention in every layer on a CPU: vLLM cannot restore the states of hybrid "
+            "and state-space models there after a rejection."
         )
     if current_platform.is_cpu() and envs.VLLM_BATCH_INVARIANT:
-        raise ConfigError(f"{method}: VLLM_BATCH_INVARIANT must be 0 on a CPU, where vLLM does not support it, not 1.")
+        raise ConfigError(f"{method}: VLLM_BATCH_INVARIANT must be 0 on a CPU, not 1: vLLM does not support it there.")
     check_states(vllm_config, method)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not vllm_config.use_v2_model_runner:
         raise ConfigError(
-            f"{method}: pipeline_parallel_size must be 1 on Model Runner V1, where vLLM needs a drafter in each stage, "
-            f"not {stages}."
+            f"{method}: pipeline_parallel_size must be 1 on Model Runner V1, not {stages}: vLLM needs a drafter in "
+            "each stage there."
         )
     if speculative_config.runs_target:
         check_target(vllm_config, speculative_config.plugin_config)
@@ -179,7 +179,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     vllm_config.scheduler_config.async_scheduling = plan.is_async
     if plan.scheduler is not None:
         vllm_config.scheduler_config.scheduler_cls = plan.scheduler
-    logger.info("%s %s", method, plan)
+    logger.info("%s: %s", method, plan)
 
 
 def conditions_of(vllm_config: VllmConfig, asked_async: bool | None) -> Conditions:

@@ -42,7 +42,10 @@ def _parser(original: Any, *args: Any, **kwargs: Any) -> Any:
     unproven = [part.__name__ for part in parts if part is not None and not is_proven(part)]
     if not unproven:
         return parser
-    logger.info("%s: reads streams token by token, as without drafts.", " and ".join(unproven))
+    logger.info(
+        "%s reads a stream token by token, because it is not proven with several tokens at once.",
+        " and ".join(unproven),
+    )
     return type(parser.__name__, (_TokenByToken, parser), {})
 
 

@@ -153,7 +153,7 @@ class ForcedTokens:
             self._unknown.add(kind)
             name = kind.__name__.removesuffix("Grammar")
             logger.warning(
-                "grammar: the structured outputs' backend must be xgrammar or guidance, not %s: drafts nothing.", name
+                "grammar drafts nothing: the structured-output backend is %s. Use xgrammar or guidance.", name
             )
 
 

@@ -42,7 +42,7 @@ class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
                 lambda: structured_outputs.backend.allocate_token_bitmask(1),
             )
         except (AttributeError, ValueError) as error:  # skip_tokenizer_init, or a slow tokenizer
-            logger.warning("grammar: the model's tokenizer must be a fast one: drafts nothing (%s).", error)
+            logger.warning("grammar drafts nothing: the model has no fast tokenizer (%s).", error)
             return None
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
@@ -71,7 +71,7 @@ class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
             tokens = forced.after(grammar, draft[start:], min(room, max_num), request)
         except Exception as error:  # a client's grammar may cost only the client's drafts
             if not self._has_failed:
-                words = "grammar: drafts nothing in this step (%s); later failures are not logged."
+                words = "grammar: no draft for a request in this step (%s). This is logged once."
                 logger.error(words, cause_text(error))
             self._has_failed = True
             return

@@ -52,7 +52,10 @@ class Exporter:
                         show(each)
         except Exception as error:
             if not self._has_failed:
-                logger.error("A report of the metrics cannot be shown (%s); requests go on.", cause_text(error))
+                logger.error(
+                    "Metrics: a report cannot be exported (%s). Requests continue. This is logged once.",
+                    cause_text(error),
+                )
             self._has_failed = True
 
     def _of(self, engine: int, series: str) -> list[Callable[[float], None]]:
@@ -72,9 +75,13 @@ def shown_on(address: Address, vllm_config: VllmConfig) -> Callable[[Mapping[str
     exporter = Exporter(vllm_config, SimpleNamespace(**made, per_engine_labelvalues=labels))
     try:
         serve(registry, address)
-        logger.info("Metrics of vllm-specplugins are on http://%s/metrics.", address)
+        logger.info("The plugin exports its metrics on http://%s/metrics.", address)
     except OSError as error:
-        logger.error("Metrics are not exported: the engine cannot listen on %s (%s).", address, error)
+        logger.error(
+            "No metrics: the engine cannot listen on %s (%s). Set VLLM_SPECPLUGINS_METRICS_PORT to a free port.",
+            address,
+            error,
+        )
     return partial(exporter.record, engine=engine)
 
 

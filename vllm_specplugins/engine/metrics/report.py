@@ -37,7 +37,7 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
             drafted += len(group.layer_names) * mamba_spec.num_speculative_blocks * mamba_spec.page_size_bytes
     if drafted:
         logger.info(
-            "%s: the target's states take %.2f MiB per request, including %.2f MiB for num_speculative_tokens %d.",
+            "%s: recurrent states take %.2f MiB per request, of which %.2f MiB are for num_speculative_tokens %d.",
             *(method, total / (1 << 20), drafted / (1 << 20), vllm_config.num_speculative_tokens),
         )
 
@@ -85,7 +85,9 @@ class Reporter:
             return self._attached(output, is_last)
         except Exception as error:
             self._has_failed = True
-            logger.error("Metrics are not reported any more (%s); requests go on.", cause_text(error))
+            logger.error(
+                "Metrics end, because the worker cannot report them (%s). Requests continue.", cause_text(error)
+            )
             return output
 
     def _attached(self, output: Any, is_last: bool) -> Any:

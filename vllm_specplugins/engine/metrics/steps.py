@@ -104,7 +104,7 @@ class StepWatch:
                     times[key("shape_time_seconds", *labels_of(shape))] = its.seconds
         except Exception as error:
             self._has_failed = True
-            logger.error("Steps are not counted any more (%s); requests go on.", cause_text(error))
+            logger.error("Metrics of steps end (%s). Requests continue.", cause_text(error))
         return {**counts, **times}
 
     def _count(self, step: Any, sums: Mapping[Shape, _Steps]) -> str | None:

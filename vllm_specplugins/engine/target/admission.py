@@ -72,7 +72,7 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             f"together, not {parallel.data_parallel_size}."
         )
     if vllm_config.lora_config is not None and not all(row.knows_adapters for row, _ in rows):
-        raise ConfigError(f"{method}: enable_lora must be false, not True: the heads know the model without adapters.")
+        raise ConfigError(f"{method}: enable_lora must be false, not True: its head was trained without adapters.")
     check_kind(model, method)
     if any(row.cuts_layers for row, _ in rows) and not may_be_cut(_module_of(model)):
         raise uncuttable(method, model.architecture)

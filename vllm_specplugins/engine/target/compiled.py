@@ -30,7 +30,9 @@ def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[...,
     try:
         return _compile(cut, tag, takes_states)
     except Exception as error:
-        logger.warning("Drafting: %s stays eager, for it does not compile (%s).", tag, cause_text(error))
+        logger.warning(
+            "Drafting runs %s without torch.compile, which failed (%s). Drafts are slower.", tag, cause_text(error)
+        )
         return forward
 
 

@@ -72,7 +72,9 @@ class Learner:
             try:
                 self._part.load_state_dict(self._part.like_this(folder).state_dict())
             except ConfigError as error:
-                logger.warning("learn: path is begun anew: %s", error)
+                logger.warning(
+                    "learn: training starts from the configured weights, because those in path do not fit: %s", error
+                )
 
     def begin(self, read: Callable[[], Iterable[Reading]]) -> None:
         """Starts to learn from the readings that `read` returns: those since its last call. The learner's thread calls
@@ -145,7 +147,11 @@ class Learner:
             pass
         except Exception as error:
             self.is_on = False
-            logger.warning("Learning ends (%s: %s); requests continue.", type(error).__name__, error_text(error))
+            logger.warning(
+                "learn: training stops (%s: %s). Requests continue with the last weights.",
+                type(error).__name__,
+                error_text(error),
+            )
 
     def _take_in(self) -> None:
         with torch.no_grad():
@@ -164,6 +170,6 @@ class Learner:
             self._is_saved, self._complained = True, False
         except (OSError, RuntimeError) as error:
             if not self._complained:
-                text = "learn: %s cannot be written (%s); it is tried again."
+                text = "learn: weights cannot be saved to %s (%s). The next save tries again."
                 logger.warning(text, self._folder.path, error_text(error))
             self._complained = True

@@ -85,7 +85,9 @@ class Server:
         except Refused as error:
             if not self._has_refused:
                 logger.warning(
-                    "remote: %s refuses questions (%s), so their requests get no drafts from it.", self._url, error
+                    "remote: %s refused a request (%s), which continues without drafts. This is logged once.",
+                    self._url,
+                    error,
                 )
             self._has_refused = True
             raise
@@ -93,7 +95,7 @@ class Server:
             self._fail(error)
             raise
         if self._pause.succeeded():
-            logger.info("remote: %s answers again.", self._url)
+            logger.info("remote: %s answers again; drafts continue.", self._url)
 
     async def _read(self, question: dict[str, Any], num_tokens: int, pieces: deque[Guess]) -> None:
         num_events, max_lines = 0, TOKEN_LINES * num_tokens + MORE_LINES
@@ -126,7 +128,11 @@ class Server:
             return
         if self._pause.failed():
             words = f"{type(error).__name__}: {error}" if type(error) is ValueError else type(error).__name__
-            logger.warning("remote: no drafts from %s (%s) until it answers correctly.", self._url, words)
+            logger.warning(
+                "remote: no drafts, because %s does not answer (%s). Requests continue; it is asked again later.",
+                self._url,
+                words,
+            )
         self._not_before = time.monotonic() + self._pause.seconds
 
 

@@ -161,12 +161,12 @@ class SharedTexts:
         except Exception as error:  # of the network, of the server, or of options in the address
             self.counts["failed"] += 1
             if self._pause.failed():
-                message = "suffix_lookup: %s cannot be reached (%s); earlier outputs are not shared until that changes."
+                message = "suffix_lookup: no sharing of outputs, because %s cannot be reached (%s). It is tried again."
                 logger.warning(message, self._place, type(error).__name__)
             drop_oldest(self._unsent, PLACE_BYTES * self._max_tokens)
             return False
         if self._pause.succeeded():
-            logger.info("suffix_lookup: %s is reachable again.", self._place)
+            logger.info("suffix_lookup: %s is reachable again; outputs are shared.", self._place)
         return True
 
     def _has_room(self) -> bool:

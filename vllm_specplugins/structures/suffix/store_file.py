@@ -223,7 +223,7 @@ class StoreFile:
             return True
         _, version, mark = HEADER.unpack(header)
         if version != VERSION:
-            raise DamagedError(f"the store {self.path} is of version {version}, where {VERSION} is needed")
+            raise DamagedError(f"the store {self.path} has format version {version}, expected {VERSION}")
         if mark != self._header[-len(mark) :]:
             raise DamagedError(f"the store {self.path} was made with another tokenizer")
         return False

@@ -52,7 +52,9 @@ class StoreSaver:
             with suppress(StoreFileError, OSError, MemoryError):  # which is in the log
                 texts = self._file.read()
         if self._file.num_damaged:
-            logger.warning("suffix_lookup: %s: %d damaged texts are lost.", self._file.path, self._file.num_damaged)
+            logger.warning(
+                "suffix_lookup: %s has %d damaged texts, which are skipped.", self._file.path, self._file.num_damaged
+            )
         self._thread.start()
         newest = list(reversed(texts or []))
         num_tokens = accumulate(len(text.tokens) for text in newest)
@@ -134,9 +136,9 @@ class StoreSaver:
             is_sentence = isinstance(error, StoreFileError)
             problem = error if is_sentence else f"the store {self._file.path} cannot be saved ({cause})"
             if self._is_useless:
-                logger.warning("suffix_lookup: %s; the store begins empty.", problem)
+                logger.warning("suffix_lookup: %s. The store starts empty and replaces the file.", problem)
             elif is_first:
-                logger.warning("suffix_lookup: %s; nothing is saved until that changes.", problem)
+                logger.warning("suffix_lookup: %s. Outputs stay in memory, and saving is tried again.", problem)
             return None
         self._pause.succeeded()
         return result

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.trace and (args.rate or args.drafter):
         raise ConfigError("--rate and --drafter need --trace.")
     if args.trace and (args.workloads or args.data):
-        raise ConfigError("--workloads and --dataset-path must be left out with --trace: the log is the workload.")
+        raise ConfigError("remove --workloads and --dataset-path: the log of --trace is the workload.")
     configs = pick_methods(args.methods or (LOOKUPS if args.trace else [*LOOKUPS, "cascade"]))
     if not args.model and not (CHAT_MODEL / "config.json").is_file():
         raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 
 from vllm_specplugins.device import DeviceTexts, checked_draft
 from vllm_specplugins.engine.v2.requests import Request
-from vllm_specplugins.isolation.faults import fault_of, logger
+from vllm_specplugins.isolation.faults import DID, fault_of, logger
 from vllm_specplugins.isolation.guard import end_all_ranks
 from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
 from vllm_specplugins.structures.drafts import columns
@@ -80,6 +80,6 @@ class CustomDrafts:
         fault, self._has_failed = fault_of(error, ()), True
         if self.num_ranks > 1:
             end_all_ranks("The proposer", fault)
-        words = "The proposer %s (%s) on the device and drafts nothing from now on; requests go on."
-        logger.error(words, fault.kind, fault.cause)
+        words = "The proposer %s on the device (%s). Requests continue; it drafts again after a restart."
+        logger.error(words, DID[fault.kind], fault.cause)
         self.stop()

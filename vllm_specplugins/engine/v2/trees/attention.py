@@ -26,7 +26,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
             "keys and values of another layer": self.kv_sharing_target_layer_name is not None,
         }.items():
             if has_any:
-                raise ConfigError(f"tree must be left out for a model with {name}.")
+                raise ConfigError(f"remove tree: it does not support a model with {name}.")
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: trees attend without a scale of the output, which vLLM's compiler would pass for FP8 weights."""

@@ -65,10 +65,10 @@ class Trees:
         layers = [context[name] for group in groups for name in group.layer_names]
         self._caches = [layer.kv_cache for layer in layers]
         if len(groups) > 1 or len({(cache.shape, cache.stride()) for cache in self._caches}) > 1:
-            raise ConfigError("tree must be left out for a model with different kinds of KV caches.")
+            raise ConfigError("remove tree: it does not support a model with different kinds of KV caches.")
         for layer in layers:
             if not isinstance(layer.impl, TreeAttentionImpl):
-                raise ConfigError("tree must be left out where attention is not vLLM's TRITON_ATTN.")
+                raise ConfigError("tree requires the attention backend TRITON_ATTN in all layers.")
             layer.impl.trees = self
         pointers = [cache.data_ptr() for cache in self._caches]
         self._pointers = torch.tensor(pointers, dtype=torch.uint64, device=self.bits.device)

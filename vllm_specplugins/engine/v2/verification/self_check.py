@@ -54,7 +54,7 @@ def _warm(runner: Any, speculator: Any) -> Iterator[Finding]:
 def _has_problem(findings: Iterator[Finding]) -> bool:
     problems = [finding for finding in findings if finding.problem]
     for found in problems:
-        words = "Self-check of %s: it %s; vLLM samples, and nothing is drafted.%s"
+        words = "Self-check: the kernel %s %s. The server runs without drafts, and vLLM samples.%s"
         logger.warning(words, found.name, found.problem, found.advice)
     return bool(problems)
 
