@@ -70,6 +70,13 @@ def test_reference_pages_are_current() -> None:
         assert (DOCS / name).read_text() == reference["page"](name), "run python docs/reference.py"
 
 
+def test_page_of_logs_is_current() -> None:
+    """Kills: a warning or an error in the code that docs/logs.md lacks, or that has no action; an action of no line."""
+    logs = script("logs.py")
+    assert (DOCS / "logs.md").read_text() == logs["page"](), "run python docs/logs.py"
+    assert sorted({logs["action"](line) for _, line in logs["lines"]()}) == sorted(logs["ACTIONS"])
+
+
 def test_tables_of_plans_are_current() -> None:
     """Kills: a plan that differs from docs/compatibility.md or from a method's page."""
     plans = script("plans.py")
@@ -130,7 +137,7 @@ def test_words(page: Path) -> None:
         assert match is None, f"{page.name}: {reason}: {text[max(0, match.start() - 40) : match.end() + 40]!r}"
 
 
-@pytest.mark.parametrize("name", ["commands.md", "configuration.md", "metrics.md", "proposer-api.md"])
+@pytest.mark.parametrize("name", ["commands.md", "configuration.md", "metrics.md", "proposer-api.md", "logs.md"])
 def test_words_of_generated_pages(name: str) -> None:
     """Kills: such a word in a help text, a field's or a metric's description, or the docstrings of draft.py."""
     test_words(DOCS / name)

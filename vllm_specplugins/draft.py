@@ -96,6 +96,7 @@ class DraftBatch:
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty if it has none; lists are tuples.
         target: for a model proposer.
         offer: the drafts of the cascade's stage that is built into vLLM; None if it did not draft.
+        prompt_lengths: number of each request's first tokens that are its prompt. Empty for a model proposer.
     """
 
     request_ids: Sequence[str]
@@ -104,10 +105,17 @@ class DraftBatch:
     options: Sequence[Mapping[str, Any]]
     target: Target | None = None
     offer: Offer | None = None
+    prompt_lengths: Sequence[int] = ()
 
     @property
     def num_reqs(self) -> int:
         return len(self.request_ids)
+
+    @property
+    def tenants(self) -> list[bytes]:
+        """The tenant of each request: a hash of its `cache_salt`, or b"" without one. What a proposer learns from one
+        tenant's tokens, it must not draft for another."""
+        return [options.get("tenant", b"") for options in self.options]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,8 @@ class Feedback:
 
 class Proposer(Protocol):
     """Drafts the next tokens of requests. All calls come from one thread. The default `observe` and `forget` do
-    nothing."""
+    nothing. A class on the host may also have `finish(request_id, token_ids)`: it receives the whole text of a request
+    before `forget`, since `propose` may not have seen its end."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Returns a draft for every request of the batch."""

@@ -105,7 +105,7 @@ METHODS: Mapping[str, Method] = {
         RemoteConfig, "proposers.remote.proposer:Remote", has_tenants=True, reads_tokens_alone=False, is_late=True
     ),
     "cascade": Method(CascadeConfig, "cascade.cascade:Cascade"),
-    "custom": Method(CustomConfig, None),
+    "custom": Method(CustomConfig, None, has_tenants=True),
 }
 
 # Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 pytestmark = pytest.mark.slow
 NUM_TOKENS = 12 if INTERPRETED else 24
@@ -19,14 +20,20 @@ class Recorder:
     """Remembers what histories it was shown, and drafts nothing."""
 
     shown: ClassVar[list[list[int]]] = []
+    facts: ClassVar[set[Any]] = set()  # tenants and lengths of prompts
+    ended: ClassVar[list[list[int]]] = []
 
     def __init__(self, options: Any, context: Any): ...
 
     def propose(self, batch: DraftBatch) -> Draft:
         Recorder.shown.extend(history.tolist() for history in batch.token_ids)
+        Recorder.facts.update(zip(batch.tenants, batch.prompt_lengths, strict=True))
         return Draft.empty(batch.num_reqs)
 
     def observe(self, feedback: Feedback) -> None: ...
+
+    def finish(self, request_id: str, token_ids: Any) -> None:
+        Recorder.ended.append(token_ids.tolist())
 
     def forget(self, request_ids: Any) -> None: ...
 
@@ -46,7 +53,8 @@ def embedded(token_ids: list[int]) -> torch.Tensor:
 def test_nobody_is_shown_another_tenants_text(engine: Any) -> None:
     """A sends ids, then B, in the same row, embeddings, and last A ids again: outputs are those without drafts, and
     nothing is drafted for B or remembered of it. Kills: histories that are read where nothing was written; a request
-    that is left out for good, or with others.
+    that is left out for good, or with others; a custom class that is not told whose text it is, which part of it is
+    the prompt, or its end.
     """
     first, second = mixed_prompts(str(DEMO_MODEL), 2)
     prompts = [
@@ -76,4 +84,6 @@ def test_nobody_is_shown_another_tenants_text(engine: Any) -> None:
     import test_prompt_embeds as the_engines
 
     shown = the_engines.Recorder.shown
+    told = the_engines.Recorder
+    assert told.facts == {(tenant_of("a"), len(first))} and told.ended[0] == [*first, *outputs["custom"][0]]
     assert len(shown) >= 2 * (NUM_TOKENS - 1) and all(history[: len(first)] == first for history in shown)

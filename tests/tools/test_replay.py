@@ -227,6 +227,29 @@ def test_text_needs_a_tokenizer(tmp_path: Path, refused: Any) -> None:
     assert main(["replay", "--data", str(file), "--requests", "1", "--num-draft", "2"]) == 0
 
 
+class Reads:
+    """Copies what its text says, by the engine's codec."""
+
+    def __init__(self, options: Any, context: Any):
+        self.codec, self.newline = context.codec(), context.tokenize("\n")
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert self.newline and self.codec.tokenize_bytes(self.codec.decode_bytes(batch.token_ids[0][-2:].tolist()))
+        return Draft.empty(batch.num_reqs)
+
+    observe = forget = lambda self, news: None
+
+
+def test_tokenizer_reaches_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: a class that finds no codec in `replay`, though `--tokenizer` names a model."""
+    file = lines(tmp_path, {"prompt": CODE, "output": CODE})
+    out, method = tmp_path / "out.json", json.dumps({"method": "custom", "proposer": "test_replay:Reads"})
+    arguments = ["--num-draft", "2", "--methods", method, "--tokenizer", str(DEMO_MODEL), "--json", str(out)]
+    assert main(["replay", "--data", str(file), *arguments]) == 0
+    rows = [row for row in json.loads(out.read_text())["rows"] if row["method"] == "custom"]
+    assert rows and not any(row["num_faults"] for row in rows)
+
+
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Text that repeats its prompt, from standard input. Kills: a report without its parts, a method that is not
     played, K that does not reach the proposer, a value for --speculative-config that is none."""

@@ -42,6 +42,7 @@ class Cascade:
 
             self._sources = [checked(self._stages)]
         self._guards = [stage.guard for stage in self._stages if stage.guard is not None]
+        self.reads_ends = any(guard.reads_ends for guard in self._guards)
         self._offered = next((stage for stage in self._stages if stage.method.is_offered), None)
         self.offer_guard = self._offered.guard if self._offered else None  # by which the engine drafts
         self._step_ms, self._num_context = 0.0, 0  # of the last step: its drafting, and tokens of its requests
@@ -202,6 +203,10 @@ class Cascade:
         self._tracker.clear(self._rows.forget(request_ids))
         for guard in self._guards:
             guard.forget(request_ids)
+
+    def finish(self, request_id: str, token_ids: Int32Array) -> None:
+        for guard in self._guards:
+            guard.end(request_id, token_ids)
 
     def settle_stages(self) -> None:
         """Makes the stages forget ended requests now, since no step will follow for a while."""

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_specplugins.counters import Counters, Forced, Histogram, RequestRates, StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer
 from vllm_specplugins.isolation.exchange import checked_draft, draft_of_rows, for_proposer
-from vllm_specplugins.isolation.guard import Guard
+from vllm_specplugins.isolation.guard import NO_TEXTS, Guard, Texts
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -148,8 +148,8 @@ class FaultBarrier:
         """The totals without the draft tokens after a request's end, if one of our schedulers counts them."""
         return self.totals() if self.emitted is None else self.totals().net(*self.emitted)
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        self.guard.forget(request_ids)
+    def forget(self, request_ids: Sequence[str], texts: Texts = NO_TEXTS) -> None:
+        self.guard.forget(request_ids, texts)
 
     def settle(self) -> None:
         """Makes the proposer and a cascade's stages forget ended requests now, since no step will follow for a

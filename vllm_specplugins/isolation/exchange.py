@@ -61,6 +61,7 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
         Views(token_ids[row] for row in rows),
         copy(max_num_draft),
         tuple(frozen(batch.options[row]) for row in rows),
+        prompt_lengths=tuple(batch.prompt_lengths[row] for row in rows) if batch.prompt_lengths else (),
     )
 
 

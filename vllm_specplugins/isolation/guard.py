@@ -3,28 +3,27 @@ into missing drafts. Repeated faults switch the proposer off for a while. If a r
 request loses its drafts."""
 
 import os
-import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.random import mtrand
 
-from vllm_specplugins.draft import DraftBatch, Feedback, Proposer
+from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array, Proposer
+from vllm_specplugins.isolation.call_thread import CallThread
 from vllm_specplugins.isolation.exchange import feedback_for_proposer
 from vllm_specplugins.isolation.faults import DID, HANGS, SLOW, CircuitBreaker, Fault, FaultCounters, fault_of, logger
 from vllm_specplugins.isolation.histories import Histories
 from vllm_specplugins.request_options import SETTINGS
 
 NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
+MAX_ENDS = 256  # texts that wait for a proposer that is switched off
+Texts = Mapping[str, Int32Array]  # whole texts of ended requests, by id
+NO_TEXTS: Texts = {}
 T = TypeVar("T")
-_Answers = SimpleQueue[Any]
-_Jobs = SimpleQueue[tuple[Callable[[], Any], _Answers] | None]
 
 
 class Guard:
@@ -62,6 +61,8 @@ class Guard:
         self._histories = None if type(proposer).__module__.startswith("vllm_specplugins.") else Histories()
         self._known: set[str] = set()  # requests that the proposer has seen
         self._to_forget: list[str] = []  # seen requests that have ended
+        self.reads_ends: bool = getattr(proposer, "reads_ends", callable(getattr(proposer, "finish", None)))
+        self._ends = deque[tuple[str, Int32Array]](maxlen=MAX_ENDS)  # their texts, for a proposer that has `finish`
         self._set_aside: set[str] = set()  # requests that caused a fault
         self._feedback: Feedback | None = None  # not yet passed to the proposer
         self._started: tuple[DraftBatch, Callable[[], None], float] | None = None  # by `start`: batch, clean-up, time
@@ -74,13 +75,21 @@ class Guard:
         """Stores feedback for the proposer's next call; newer feedback replaces it."""
         self._feedback = feedback_for_proposer(feedback)
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """Makes the proposer forget these requests, if it has seen them, before its next call."""
+    def forget(self, request_ids: Sequence[str], texts: Texts = NO_TEXTS) -> None:
+        """Makes the proposer finish and forget these requests, if it has seen them, before its next call."""
+        for request_id in request_ids if self.reads_ends else ():
+            if request_id in texts:
+                self.end(request_id, texts[request_id])
         if self._histories is not None:
             self._histories.forget(request_ids)
         self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
         self._known.difference_update(request_ids)
         self._set_aside.difference_update(request_ids)
+
+    def end(self, request_id: str, token_ids: Int32Array) -> None:
+        """Keeps the whole text of an ended request for the proposer's next call."""
+        if self.reads_ends and request_id in self._known:
+            self._ends.append((request_id, token_ids.copy()))
 
     @property
     def has_to_forget(self) -> bool:
@@ -145,6 +154,8 @@ class Guard:
         has_forgotten = threading.Event()
 
         def turn() -> T:
+            while self._ends:
+                self.proposer.finish(*self._ends.popleft())  # type: ignore[attr-defined]
             if to_forget:
                 self.proposer.forget(to_forget)
             has_forgotten.set()
@@ -233,69 +244,3 @@ def attempt(
         raise
     except BaseException as error:
         return fault_of(error, request_ids)
-
-
-class CallThread:
-    """Runs one function at a time in a daemon thread. The functions must not raise."""
-
-    def __init__(self) -> None:
-        self._jobs: _Jobs = SimpleQueue()
-        self._answers: _Answers | None = None  # of the current call alone: a late answer reaches no other call
-        self._random_numbers = np.random.MT19937()
-        threading.Thread(target=_work, args=(self._jobs,), name="specplugins-proposer", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether an abandoned call has not returned yet."""
-        return self._answers is not None and self._answers.empty()
-
-    def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """Returns the function's result. Raises TimeoutError, and abandons the function, if it does not return in
-        time."""
-        with self._separate_random_numbers():
-            self.start(function)
-            return self.take(timeout_s)  # type: ignore[no-any-return]
-
-    def start(self, function: Callable[[], Any]) -> None:
-        """Starts a function, without separate random number generators."""
-        assert not self.is_busy
-        self._answers = SimpleQueue()
-        self._jobs.put((function, self._answers))
-
-    def take(self, timeout_s: float) -> Any:
-        """Returns the result of the function that `start` started. Raises TimeoutError if it does not return in
-        time."""
-        assert self._answers is not None
-        try:
-            result = self._answers.get(timeout=timeout_s)
-        except Empty:
-            raise TimeoutError from None
-        self._answers = None
-        return result
-
-    @contextmanager
-    def _separate_random_numbers(self) -> Iterator[None]:
-        """Restores the global generators of NumPy and torch, from which every tensor-parallel rank draws the same
-        seeds: a proposer on rank 0 alone must not advance them."""
-        torch = sys.modules.get("torch")
-        state = None if torch is None else torch.default_generator.get_state()
-        engines = mtrand.get_bit_generator()
-        mtrand.set_bit_generator(self._random_numbers)
-        try:
-            yield
-        finally:
-            mtrand.set_bit_generator(engines)
-            if torch is not None:
-                torch.default_generator.set_state(state)
-
-
-def _work(jobs: _Jobs) -> None:
-    process = os.getpid()
-    while (job := jobs.get()) is not None:
-        function, answers = job
-        answer = function()
-        if os.getpid() != process:
-            os._exit(1)  # the proposer forked: the child must not continue as an engine
-        answers.put(answer)
-        del job, function, answers, answer  # a batch must not live until the next step

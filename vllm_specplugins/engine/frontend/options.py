@@ -197,12 +197,13 @@ class RequestLimits(NamedTuple):
 
     options: Options
     length_limit: int
+    num_prompt_tokens: int = 0
 
     @classmethod
     def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int, num_branches: int = 0) -> "RequestLimits":
         max_tokens = getattr(params, "max_tokens", None)
         limit = max_model_len if max_tokens is None else num_prompt_tokens + max_tokens + num_branches
-        return cls(request_options(params), min(max_model_len, limit))
+        return cls(request_options(params), min(max_model_len, limit), num_prompt_tokens)
 
     def frozen(self) -> "RequestLimits":
         """Copies the limits, with read-only options."""
@@ -250,7 +251,7 @@ class OptionChecks:
             self._abandoned.append(check)
         if len(self._abandoned) == MAX_ABANDONED:
             logger.warning(
-                "%d calls of check_options have not returned; until one does, requests with options of a custom "
+                "%d calls of check_options have not returned. Until one does, requests with options of a custom "
                 "proposer get no drafts.",
                 MAX_ABANDONED,
             )

@@ -81,7 +81,7 @@ class FirstLayers:
         elif enters_states(config) and not self._takes_states():
             refusal = takes_no_states(config.method, model)
         if refusal is not None:
-            logger.error("%s", refusal)  # vLLM wraps what an engine's process raises in tracebacks
+            logger.error("The engine stops: %s", refusal)  # vLLM wraps what an engine's process raises in tracebacks
             with sentence_instead_of_traceback():
                 raise refusal
 

@@ -2,7 +2,7 @@
 `propose_draft_token_ids` of that one runner."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,7 +126,7 @@ class _Adapter:
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         gone |= {new.req_id for new in scheduler_output.scheduled_new_reqs if new.req_id in self._requests}
         if gone:
-            self._barrier.forget(sorted(gone))
+            self._barrier.forget(sorted(gone), self._texts_of(gone) if self._barrier.guard.reads_ends else {})
             if self._readings is not None:
                 self._readings.forget(gone)
             for request_id in gone:
@@ -140,6 +140,11 @@ class _Adapter:
         if self._forces:
             self._barrier.forced = forced_in(scheduler_output)
         return result
+
+    def _texts_of(self, request_ids: Iterable[str]) -> dict[str, Any]:
+        batch = self._runner.input_batch
+        rows = {name: batch.req_id_to_index[name] for name in request_ids if name in batch.req_id_to_index}
+        return {name: batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]] for name, row in rows.items()}
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
@@ -177,6 +182,7 @@ class _Adapter:
             token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
             max_num_draft=self._max_num_draft(rows, requests, num_tokens.tolist()),
             options=[request.limits.options for request in requests],
+            prompt_lengths=[request.limits.num_prompt_tokens for request in requests],
         )
         if is_off(scheduler_output):
             self._barrier.count(self._feedback(request_ids, num_accepted, scheduler_output))

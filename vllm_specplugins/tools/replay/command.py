@@ -2,7 +2,7 @@
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.harness.text import services
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.replay.candidates import GATED, LADDER, Candidate, beside, candidates, rivals
@@ -18,7 +19,7 @@ from vllm_specplugins.tools.replay.costs import H100, HOST_SOURCE, LOOKUP, NO_SP
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
 from vllm_specplugins.tools.replay.drafter import Drafter
 from vllm_specplugins.tools.replay.report import Row, compare, row_of, tell
-from vllm_specplugins.tools.replay.simulate import Tokenize, Totals, simulate
+from vllm_specplugins.tools.replay.simulate import Totals, simulate
 from vllm_specplugins.tools.report import check_json
 
 
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
         return load_tokenizer(args.tokenizer)
 
-    def tokenize(text: str) -> list[int]:
-        return list(tokenizer()(text, add_special_tokens=False)["input_ids"]) if args.tokenizer else []
+    def text_of(traffic: Traffic) -> Mapping[str, Any]:
+        return services(tokenizer(), traffic.vocab_size) if args.tokenizer else {}
 
     with progress() as bars:
         reading = bars.add_task("reading", total=None)
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [
             replace(row, task=task)
             for task, traffic in tasks.items()
-            for row in play(args, traffic, compared, costs, tokenize, bars)
+            for row in play(args, traffic, compared, costs, text_of(traffic), bars)
         ]
     conditions = {
         "requests": sum(len(traffic.histories) for traffic in tasks.values()),
@@ -74,7 +75,7 @@ def play(
     traffic: Traffic,
     compared: Sequence[Candidate],
     costs: CostTable,
-    tokenize: Tokenize,
+    text: Mapping[str, Any],
     bars: Progress,
 ) -> list[Row]:
     """Yields a row for each batch size and candidate, no speculation first. Unless the user sets K, K rises while the
@@ -100,12 +101,12 @@ def play(
                 advance(len(traffic.histories) * len(args.batch))
                 continue
             if not gains:  # compilers and caches warm up
-                _played(traffic.first(1), candidate, Load(costs), tokenize=tokenize)
+                _played(traffic.first(1), candidate, Load(costs), text=text)
             host, new = NO_SPECULATION if candidate.waits else LOOKUP, list[Row]()
             for batch in args.batch:
                 bars.update(task, description=f"{method}, {policy}, K = {candidate.num_draft}, {batch} at a time")
                 its_load = load(batch, host, candidate.waits)
-                totals = _played(traffic, candidate, its_load, tokenize=tokenize, advance=advance)
+                totals = _played(traffic, candidate, its_load, text=text, advance=advance)
                 named = {f"{rival.method}, K = {rival.num_draft}": its for rival, its in others[batch].items()}
                 pairs = {NONE: plain[batch], **named} if policy == GATED else {}
                 speeds = {name: compare(totals, other) for name, other in pairs.items()}

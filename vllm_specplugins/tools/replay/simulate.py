@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from vllm_specplugins.counters import faults_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.guard import Texts
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.replay.candidates import Build
@@ -21,8 +23,6 @@ from vllm_specplugins.tools.replay.costs import Load
 from vllm_specplugins.tools.replay.data import Traffic, name_of
 from vllm_specplugins.tools.replay.drafter import Drafter
 from vllm_specplugins.tools.replay.on_device import DeviceLengths
-
-Tokenize = Callable[[str], list[int]]
 
 
 class Fate(NamedTuple):
@@ -75,7 +75,8 @@ class Player:
         """Drops the drafts of finished or preempted requests."""
         for number in numbers:
             self._drafts.pop(number, None)
-            self._barrier.forget([name_of(number)])
+            name = name_of(number)
+            self._barrier.forget([name], {name: self._histories[number][: self.lengths[number]]})
 
     def batch(self, running: Sequence[int]) -> DraftBatch:
         options, lengths = [self._recorded.options[number] for number in running], self.lengths
@@ -88,6 +89,7 @@ class Player:
             token_ids=[self._histories[number][: lengths[number]] for number in running],
             max_num_draft=np.array(limits, np.int32),
             options=options,
+            prompt_lengths=[self._recorded.prompt_lengths[number] for number in running],
         )
 
     def _verify(self, number: int) -> Fate:
@@ -143,7 +145,7 @@ def simulate(
     build: Build | None,
     num_draft: int,
     load: Load,
-    tokenize: Tokenize = lambda text: [],
+    text: Mapping[str, Any] = MappingProxyType({}),
     advance: Callable[[], None] = lambda: None,
     drafter: Drafter | None = None,
     lengths: type[DeviceLengths] | None = None,
@@ -159,7 +161,7 @@ def simulate(
             max_model_len=traffic.max_model_len + num_draft,
             max_num_reqs=load.batch,
             max_num_draft=num_draft,
-            tokenize=tokenize,
+            **{"tokenize": lambda text: [], **text},
             agreed=engine.agreed,
         )
         engine.barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
@@ -226,9 +228,9 @@ class _Engine:
             feedback = replace(feedback, step_ms=feedback.step_ms + self._drafter_ms)
         return replace(batch, offer=offer), feedback
 
-    def forget(self, request_ids: Sequence[str]) -> None:
+    def forget(self, request_ids: Sequence[str], texts: Texts) -> None:
         if self.barrier:
-            self.barrier.forget(request_ids)
+            self.barrier.forget(request_ids, texts)
 
     def agreed(self, value: Any) -> Any:
         """Replaces the agreement of ranks: the gate's drafting time is that of the load."""
@@ -269,6 +271,6 @@ class _DeviceEngine(_Engine):
             offered = self._drafter.draft(self._traffic, batch.request_ids, batch.token_ids)[:, :depth]
         return self._lengths.keep(batch.request_ids, self.barrier.propose(limited, feedback), offered)
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        super().forget(request_ids)
+    def forget(self, request_ids: Sequence[str], texts: Texts) -> None:
+        super().forget(request_ids, texts)
         self._lengths.forget(request_ids)

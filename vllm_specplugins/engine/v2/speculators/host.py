@@ -47,10 +47,9 @@ class HostSpeculator(Speculator):
         self._requests |= {request.request_id: request for request in requests if request.has_token_ids}
 
     def remove(self, request_ids: set[str]) -> None:
-        for request_id in request_ids:
-            self._requests.pop(request_id, None)
+        gone = {name: self._requests.pop(name).token_ids for name in request_ids if name in self._requests}
         if request_ids:
-            self.barrier.forget(sorted(request_ids))
+            self.barrier.forget(sorted(request_ids), gone)
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
         """Whether drafting is switched off, and was; else a proposer on the host sees every token."""
@@ -114,12 +113,14 @@ class HostSpeculator(Speculator):
         num_reqs, request_ids = input_batch.num_reqs, input_batch.req_ids
         rows, accepted, rejected = self._read(input_batch, num_sampled, num_rejected)
         asked = list(range(num_reqs)) if self.runs_target else rows  # the target runs for all rows
+        prompt_lengths = [0] * num_reqs
         max_num_draft = np.zeros(num_reqs, np.int32)  # rows in the middle of their prompt want nothing
         token_ids: list[Int32Array] = [_NO_TOKENS] * num_reqs
         options: list[Any] = [{}] * num_reqs
         for row in rows:
             request = self._requests[request_ids[row]]
             token_ids[row], options[row] = request.token_ids, request.limits.options
+            prompt_lengths[row] = request.limits.num_prompt_tokens
             max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, max_tokens)
         batch = replace(
             self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),
@@ -127,6 +128,7 @@ class HostSpeculator(Speculator):
             token_ids=Views(token_ids[row] for row in asked),
             options=[options[row] for row in asked],
             max_num_draft=max_num_draft[asked],
+            prompt_lengths=[prompt_lengths[row] for row in asked],
             offer=None if self.offer is None else self.offer.of(asked),
         )
         # Read after the wait for the drafts of vLLM's drafter: its time is a part of the step's.

@@ -122,8 +122,9 @@ class LateDrafts:
         requests = [request for request, may in zip(asked.values(), may_draft, strict=True) if may]
         wanted = {request for request in requests if max_draft and self._is_there(request)}
         options = [request.limits.options for request in requests]
+        ended = [request for request in requests if request.request_id in over]
         batch = DraftBatch([request.request_id for request in requests], (), np.zeros(len(requests), np.int32), options)
-        self.guard.start(batch, partial(self._drafted, requests, wanted, self._read))
+        self.guard.start(batch, partial(self._drafted, requests, wanted, self._read, ended))
         for request in [request for request in self._ended if not self._num_unread[request]]:
             self._ended.remove(request)
             del self._num_unread[request]
@@ -144,7 +145,7 @@ class LateDrafts:
         return over, asked
 
     def _drafted(
-        self, requests: Sequence[Request], wanted: set[Request], steps: deque[_Step]
+        self, requests: Sequence[Request], wanted: set[Request], steps: deque[_Step], ended: Sequence[Request]
     ) -> tuple[Sequence[Request], Int32Array]:
         while steps:
             sampled, rows_of = steps.popleft()
@@ -156,12 +157,17 @@ class LateDrafts:
             return requests, rows
         names, texts = [request.request_id for request in requests], Views(request.token_ids for request in requests)
         limits = np.array([self._limit(request) if request in wanted else 0 for request in requests], np.int32)
-        batch = for_proposer(DraftBatch(names, texts, limits, [request.limits.options for request in requests]))
+        options, lengths = zip(
+            *((each.limits.options, each.limits.num_prompt_tokens) for each in requests), strict=True
+        )
+        batch = for_proposer(DraftBatch(names, texts, limits, options, prompt_lengths=lengths))
         draft = checked_draft(self.guard.proposer.propose(batch), limits, self._length, self._vocab_size)
         rows[:, :_NUM_DRAFT] = [(request.slot, request.num_tokens) for request in requests]
         rows[:, _NUM_DRAFT] = draft.num_draft
         rows[:, _CONFIDENCE] = 1 if draft.confidence is None else draft.confidence.clip(1, LONGEST_MATCH)
         rows[:, _TOKENS : _TOKENS + draft.token_ids.shape[1]] = draft.token_ids
+        for request in ended if self.guard.reads_ends else ():
+            self.guard.proposer.finish(request.request_id, request.token_ids.copy())  # type: ignore[attr-defined]
         return requests, rows
 
     def _limit(self, request: Request) -> int:

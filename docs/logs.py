@@ -1,0 +1,103 @@
+"""Writes docs/logs.md from the warnings and errors in the code, and from ACTIONS: `python docs/logs.py`."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).with_suffix(".md")
+# How a line begins after its first value, and what to do. Each line has one entry, and each entry one line.
+ACTIONS = {
+    "vllm-specplugins: the package at": "Reinstall the package that the line names.",
+    "vllm-specplugins: …": "Rename the method in its package, or remove the package.",
+    "vllm-specplugins does not support": "Install vLLM 0.32 or 0.33, or ignore it: vLLM serves as without the plugin.",
+    "vllm-specplugins was tested": "Run `verify-lossless`, or install a version that was tested.",
+    "vllm-specplugins …; the server": "Read the reason. Set VLLM_SPECPLUGINS_ON_ERROR=refuse if a server must not run so.",
+    "…; the server runs": "As above.",
+    "…: no trimming": "Set the attention backend that the line names, or keep it.",
+    "cascade: vLLM's": "Remove the setting from the stage.",
+    "… This is logged once.": "Correct the client's options; use vLLM's Python front end for a 400.",
+    "VLLM_USE_RUST_FRONTEND": "Set the port, or use the Python front end.",
+    "… calls of check_options": "Make `check_options` faster; it must not wait or use `re`.",
+    "grammar drafts nothing: the structured": "Set `--structured-outputs-config.backend xgrammar`.",
+    "grammar drafts nothing: the model": "Remove the stage `grammar` for this model.",
+    "grammar: no draft": "Nothing; report it if `faults_total` grows.",
+    "learn: no training": "Remove `learn`.",
+    "learn: training stops": "Restart to train again; report the exception.",
+    "learn: training starts": "Choose another `path` to keep the old weights.",
+    "learn: weights cannot": "Free the disk, or correct the rights of `path`.",
+    "Metrics: a report": "Report it.",
+    "No metrics": "Choose a free port.",
+    "Metrics end": "Restart the server at a quiet time; report the exception.",
+    "Metrics of steps": "The same.",
+    "specplugins_gate": "None: an operator did this.",
+    "Drafting runs": "Install the compiler that the line names.",
+    "The engine stops": "Choose another method for this model.",
+    "The proposer": "Correct the class (`check` finds this), and restart.",
+    "Self-check": "Run `doctor`, and report its output.",
+    "Shutdown": "Check the disk of `store_path` and `learn.path`.",
+    "…: the circuit breaker closes": "None.",
+    "… … (…). ….": "Find the line of the class; see the cause in [faults](operating.md#symptoms).",
+    "… failed": "The same; drafting resumes after the pause, which doubles.",
+    "… … (…) on one": "Correct the class; the orchestrator restarts the server.",
+    "remote: no drafts": "Start or correct the drafter's server.",
+    "remote: … refused": "Raise the drafter's `--max-model-len`, or give it the target's tokenizer.",
+    "suffix_lookup: no sharing": "Check Redis and the network.",
+    "suffix_lookup: … has": "None; expect fewer drafts at first.",
+    "suffix_lookup: …. The store": "None, or restore the file's copy before the start.",
+    "suffix_lookup: …. Outputs": "Free the disk, correct the rights, or end the other engine.",
+}
+BEGINNING = """# Logs
+
+<!-- Written by docs/logs.py; edit the sentences in the code, and the actions in docs/logs.py. -->
+
+All lines of the plugin have the logger `vllm.specplugins`. "…" stands for a value. Requests continue after each line,
+unless it says that the engine stops. `VLLM_LOGGING_LEVEL=DEBUG` adds the traceback of a fault.
+
+At the start, one INFO line has the plan, as in "cascade: drafts on the host; synchronous scheduling (required by
+grammar); the gate sets draft lengths; no trimming on the device (drafts have exact lengths)." While requests run,
+"Speculation so far" shows totals every ten seconds.
+
+Two lines of vLLM appear with speculation. "max_num_scheduled_tokens is set to ... suboptimal performance" reports that
+a step schedules fewer prompt tokens, since drafts need room; raise `--max-num-batched-tokens` if prompts are slow.
+"SpecDecoding metrics" has one acceptance rate for each of K positions.
+
+| level | line | do |
+|---|---|---|
+"""
+
+
+def lines() -> Iterator[tuple[str, str]]:
+    """The level and the sentence of each warning and error in the code."""
+    for path in sorted((ROOT / "vllm_specplugins").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        names = {
+            node.targets[0].id: node.value.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and is_text(node.value)
+        }
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+            level = {"logger.warning": "warning", "logger.error": "error", "_warn": "warning"}.get(ast.unparse(call.func))
+            if level and not isinstance(call.args[0], ast.Starred):
+                text = call.args[0].value if is_text(call.args[0]) else names[ast.unparse(call.args[0])]
+                yield level, re.sub(r"%(\.\d)?[sdf]", "…", text)
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def action(line: str) -> str:
+    """The action of the entry that begins the line, the longest of several."""
+    fits = [beginning for beginning in ACTIONS if line.startswith(beginning)]
+    return max(fits, key=len, default="")
+
+
+def page() -> str:
+    rows = [f"| {level} | {line.replace('|', ' ')} | {ACTIONS[action(line)]} |" for level, line in sorted(set(lines()))]
+    return BEGINNING + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
