@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import CommonConfig, EarlyExitConfig
+from vllm_specplugins.config.aliases import ALIASES
 from vllm_specplugins.config.built_in import BUILT_IN_SETTINGS, BuiltInConfig
+from vllm_specplugins.config.fields import ELSEWHERE
 from vllm_specplugins.config.learn import LearnConfig
 from vllm_specplugins.config.proposers import PartConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
@@ -22,6 +24,15 @@ BEGINNING = """# Configuration
 `--speculative-config` (JSON) and `LLM(speculative_config=...)` (a dictionary) take these fields. Sizes are
 integers, in bytes. Of several values, the first is the default. A wrong value stops the start with one sentence that
 names the field and the allowed values.
+"""
+OTHERS = """## Settings of other engines
+
+A name with a star works here, too. vLLM's `"method": "suffix"` (arctic-inference) is `suffix_lookup`, its `ngram` and
+`ngram_gpu` still work, and `prompt_lookup` replaces them. Its `rejection_sample_method` must be "standard". llama.cpp's
+`--lookup-cache-dynamic` is `store_path`, and OpenAI's `prediction` sets `reference`.
+
+| engine | setting | here |
+|---|---|---|
 """
 REQUESTS = """## Options of one request
 
@@ -115,6 +126,14 @@ def rows(owner: type) -> Iterator[str]:
         yield f"- {', '.join(f'`{name}`' for name in shared)}: {SHARED}"
 
 
+def elsewhere() -> Iterator[str]:
+    """The settings of other engines, and our names."""
+    accepted = {name for names in ALIASES.values() for name in names}
+    for name, (engine, ours) in ELSEWHERE.items():
+        star = " *" if name in accepted else ""
+        yield f"| {engine} | `{name}`{star} | {', '.join(f'`{each}`' for each in ours)} |"
+
+
 def page() -> str:
     """The page's text."""
     parts = [BEGINNING, "## Every method", *rows(CommonConfig), ""]
@@ -140,6 +159,7 @@ def page() -> str:
         "",
         REQUESTS,
         ENVIRONMENT,
+        OTHERS + "\n".join([*elsewhere(), ""]),
     ]
     return "\n".join(parts).replace("## Every method\n-", "## Every method\n\n-")
 

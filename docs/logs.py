@@ -78,7 +78,9 @@ def lines() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and is_text(node.value)
         }
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
-            level = {"logger.warning": "warning", "logger.error": "error", "_warn": "warning"}.get(ast.unparse(call.func))
+            level = {"logger.warning": "warning", "logger.error": "error", "_warn": "warning"}.get(
+                ast.unparse(call.func)
+            )
             if level and not isinstance(call.args[0], ast.Starred):
                 text = call.args[0].value if is_text(call.args[0]) else names[ast.unparse(call.args[0])]
                 yield level, re.sub(r"%(\.\d)?[sdf]", "…", text)

@@ -13,6 +13,7 @@ from diagrams import choose, grammar, step, support
 from drawing import DOCS, FAINT, GREY, OTHER, OURS, PEER, STYLE, Facts, read
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from panels import dashboard
 
 SPEC_BENCH = {
     **{"mt_bench": "MT-Bench", "translation": "translation", "summarization": "summaries", "qa": "questions"},
@@ -134,6 +135,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "choose": choose,
     "support": support,
     "grammar": grammar,
+    "dashboard": dashboard,
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numba import carray, njit, types
-from numba.core import cgutils
+from numba.core import caching, cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
@@ -13,6 +13,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Without it numba counts references, atomically, at each call.
 inlined: Callable[[Function], Function] = njit(inline="always")
+
+
+_InTree: Any = getattr(caching, "InTreeCacheLocator", None) or caching._InTreeCacheLocator  # Numba 0.61
+
+
+class _Shipped(_InTree):  # type: ignore[misc]
+    """Finds machine code beside the module where no folder can be written, as in an image with a read-only root."""
+
+    def ensure_cache_path(self) -> None:
+        """Writes nothing."""
 
 
 def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Function]:
@@ -23,7 +33,14 @@ def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Functi
         try:
             return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
         except RuntimeError:  # neither the package's folder nor the user's cache can be written
+            pass
+        caching.CompileResultCacheImpl._locator_classes = [_Shipped]
+        try:
+            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
+        except OSError:  # the image has no code for this processor, and none can be saved
             return njit(signature, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
+        finally:
+            del caching.CompileResultCacheImpl._locator_classes
 
     return decorate
 

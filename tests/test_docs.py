@@ -70,6 +70,11 @@ def test_reference_pages_are_current() -> None:
         assert (DOCS / name).read_text() == reference["page"](name), "run python docs/reference.py"
 
 
+def test_recipes_are_current() -> None:
+    """Kills: a recipe whose page has another command, plan or size."""
+    assert (DOCS / "recipes.md").read_text() == script("recipes.py")["page"](), "run python docs/recipes.py"
+
+
 def test_page_of_logs_is_current() -> None:
     """Kills: a warning or an error in the code that docs/logs.md lacks, or that has no action; an action of no line."""
     logs = script("logs.py")

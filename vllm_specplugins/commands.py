@@ -125,7 +125,12 @@ def _doctor(add: Add) -> None:
     """
     add("--speculative-config", "configuration to check", dictionary, shown="an example", metavar="JSON")
     _model(add, "--model")
-    add("serve", "other arguments of `vllm serve`, such as -- --enable-lora", nargs="*", metavar="ARGUMENT")
+    add(
+        "serve",
+        "arguments of `vllm serve`, as in -- --enable-lora, or the whole line, as in -- vllm serve MODEL --enable-lora",
+        nargs="*",
+        metavar="ARGUMENT",
+    )
     add("--json", "print the findings as JSON", bool)
 
 

@@ -1,6 +1,5 @@
 """Reports on their way, without an engine: what is due, what is in them, what they cost; and the dashboard's names."""
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -9,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import EXAMPLES, RUNNER
+from conftest import RUNNER
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import vllm_specplugins
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.metrics.export import Exporter
-from vllm_specplugins.engine.metrics.names import PREFIX, TABLE, Metric
+from vllm_specplugins.engine.metrics.names import PREFIX
 from vllm_specplugins.engine.metrics.report import Reporter
 from vllm_specplugins.isolation import faults as fault_causes
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -170,28 +169,3 @@ def test_the_first_fault_is_an_increase() -> None:
     counted = set(re.findall(r"\bFault\(([A-Z_]+)|faults\[([A-Z_]+)\]", code))
     assert {name for names in counted for name in names if name} >= {"RAISED", "HANGS", "SLOW", "NOT_FINITE"}
     assert all(getattr(fault_causes, name) in CAUSES for names in counted for name in names if name)
-
-
-def name_of(metric: Metric) -> str:
-    """As Prometheus shows it."""
-    return PREFIX + metric.name + ("_total" if metric.kind == "counter" else "")
-
-
-def test_dashboard() -> None:
-    """The dashboard asks for names that exist, and for all of them."""
-    exported = {}
-    for metric in TABLE:
-        ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
-        exported |= {name_of(metric) + end: metric.name for end in ends}
-    dashboard = (EXAMPLES / "grafana.json").read_text()
-    asked = set(re.findall(r"vllm:\w+", dashboard))
-    assert asked <= exported.keys()
-    assert {exported[name] for name in asked} == {metric.name for metric in TABLE}
-    for panel in json.loads(dashboard)["panels"]:
-        assert panel["title"] and panel["description"] and panel["targets"]
-        for target in panel["targets"]:
-            assert target["expr"].count("(") == target["expr"].count(")")
-            by = {label for labels in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in labels.split(", ")}
-            names = {exported[name] for name in re.findall(r"vllm:\w+", target["expr"])}
-            own = [set(metric.labels) | {"le"} for metric in TABLE if metric.name in names]
-            assert all(by <= labels for labels in own)

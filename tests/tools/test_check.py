@@ -188,7 +188,7 @@ class Device(DeviceProposer):
 
 @pytest.mark.parametrize("fault", ["waits", "branches", "shapes", "floats", "wide", ""])
 def test_device_classes(fault: str) -> None:
-    """Kills: a class that `check` approves although a graph cannot record it, by each rule of device-proposers.md."""
+    """Kills: a class that `check` approves although a graph cannot record it, by each rule of write-a-proposer.md."""
     violations, _ = checked("Device", fault=fault)
     assert any(sentence.startswith("No CUDA graph can record it") for sentence in violations) == bool(fault)
     assert fault or not violations

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import REFUSED as REFUSED_LINES
+from command_lines import SERVED
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.harness.diagnosis import PROBLEM, diagnose
+from vllm_specplugins.engine.harness.diagnosis import PROBLEM, _command_line, diagnose
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import METHODS
 
-DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO_MODEL = EXAMPLES / "demo" / "model"
+RECIPES = json.loads((EXAMPLES / "recipes.json").read_text())
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 EARLY = {"method": "early_exit", "exit_layer": 1}
 
@@ -126,6 +130,29 @@ def test_arguments_of_the_server(length: int | None) -> None:
         )
     else:
         assert status == 0 and findings["draft"].startswith("at most 7 tokens")
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_the_verdict_of_a_start(number: int) -> None:
+    """Kills: a command line that `doctor` approves and the server refuses, or the other way round, on a CPU. Servers
+    are started by hand (command_lines.py)."""
+    words, is_served = [*((line, True) for line in SERVED), *((line, False) for line in REFUSED_LINES)][number]
+    found = [finding for finding in diagnose(None, None, ("vllm", "serve", *words)) if finding.state == PROBLEM]
+    assert (not found) is is_served, found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["title"][:20])
+def test_recipes(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a recipe that vLLM's parser or the plugin refuses; on a CPU, without the GPU's size and its drafter."""
+    monkeypatch.setenv("REDIS_URL", "redis://localhost:6379")
+    words = ["vllm", "serve", *recipe["arguments"], "--speculative-config", json.dumps(recipe["config"])]
+    raw, model, _ = _command_line(None, None, words)
+    assert raw == recipe["config"] and model == recipe["arguments"][0]
+    on_cpu = {**raw, "store_path": None} if raw["method"] == "suffix_lookup" else raw
+    if "eagle3" in json.dumps(raw):
+        on_cpu = {**raw, "stages": raw["stages"][:1]}
+    sizes = ("--max-num-seqs", "16", "--max-model-len", "256")
+    assert not [found for found in diagnose(on_cpu, str(DEMO_MODEL), sizes) if found.state == PROBLEM]
 
 
 def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:

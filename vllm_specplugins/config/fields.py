@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 # Settings of other engines, without leading dashes -> the engine, and our names, of which a method has one.
-# docs/other-engines.md lists them, too.
+# docs/configuration.md lists them, too.
 ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_lookup_max": ("vLLM", ("max_ngram",)),
     "prompt_lookup_min": ("vLLM", ("min_ngram",)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from textwrap import shorten
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_specplugins import __version__
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
@@ -41,15 +41,39 @@ class Finding:
 
 def diagnose(raw: Mapping[str, Any] | None, model: str | None, serve: Sequence[str] = ()) -> list[Finding]:
     """All findings about a value of --speculative-config (None: READY), a checkpoint, and other arguments of `vllm
-    serve`, in the report's order."""
-    asked = dict(READY if raw is None else raw)
+    serve` or its whole command line, in the report's order."""
     findings = [*_versions(), *_plugin(), _device(), *_vllm_names()]
     if not compat.probe_installed():  # another vLLM may fail anywhere
+        try:
+            raw, model, serve = _command_line(raw, model, serve)
+        except ConfigError as error:
+            return [*findings, Finding("arguments", str(error), PROBLEM)]
+        asked = dict(READY if raw is None else raw)
         checked = list(_configuration(asked, model))
         findings += [*_registered(), *checked]
         if checked[0].state != PROBLEM:
             findings += _runner(asked, model, serve)
     return [*findings, _kernels()]
+
+
+def _command_line(
+    raw: Mapping[str, Any] | None, model: str | None, serve: Sequence[str]
+) -> tuple[Mapping[str, Any] | None, str | None, Sequence[str]]:
+    """The configuration, the model and the other arguments of `vllm serve MODEL ...`. Raises ConfigError for a line
+    that vLLM's parser refuses."""
+    if list(serve[:2]) != ["vllm", "serve"]:
+        return raw, model, serve
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"vllm serve: {message.rstrip('.')}.")
+
+    args = make_arg_parser(Parser()).parse_args(list(serve[2:]))
+    asked, tag = raw if args.speculative_config is None else args.speculative_config, args.model_tag
+    words = [word for word in serve[2:] if word != tag]
+    return asked, tag or model or args.model, words
 
 
 def _versions() -> Iterator[Finding]:
