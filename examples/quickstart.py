@@ -116,12 +116,13 @@ def measure(
 ) -> Turns:
     """Turns of all engines in rounds of all tasks; a first round warms up."""
     turns: Turns = defaultdict(lambda: defaultdict(list))
-    ends = time.monotonic() + 60 * args.minutes
+    began, ends = time.monotonic(), time.monotonic() + 60 * args.minutes
     names, index = list(engines), 0
     while index <= MIN_ROUNDS or (time.monotonic() < ends and not is_narrow(turns)):
+        speed = speed_so_far(turns) if index > 1 else "warming up"  # after whole rounds
         for task in tasks:
             cell = Cell(task.name, 1, 0.0)
-            advance(f"{cell}, round {index}")
+            advance(f"measuring {task.name}, minute {(time.monotonic() - began) / 60:.1f} of {args.minutes:g}, {speed}")
             asked = {"prompts": prompts_of(task, index), "max_tokens": args.tokens, "salt": f"{cell}, round {index}"}
             traffic = Traffic(**asked, temperature=0.0, at_a_time=1)
             order = names[index % len(names) :] + names[: index % len(names)]  # who goes first may matter
@@ -129,6 +130,11 @@ def measure(
                 turns[cell][name].append(turn)
         index += 1
     return {cell: {name: turns_of[name] for name in names} for cell, turns_of in turns.items()}
+
+
+def speed_so_far(turns: Turns) -> str:
+    rows = [row for cell, turns_of in turns.items() for row in rows_of(cell, turns_of, not torch.cuda.is_available())]
+    return f"so far {mean_ratio([row for row in rows if row.method == METHOD]).median:.2f}x"
 
 
 def prompts_of(task: Workload, index: int) -> list[list[int]]:
@@ -167,7 +173,7 @@ def line(words: str, plain: Turn, ours: Turn, tokenizer: Any) -> tuple[str, bool
     )
     alike = "the same output as without speculation" if is_equal else "ANOTHER output than without speculation"
     return (
-        f"{words}: {alike}, in {1 + ours.num_steps} steps for {1 + plain.num_steps}: {' '.join(text.split())[:70]}",
+        f"{words}: {alike}, in {1 + ours.num_steps} steps for {1 + plain.num_steps}: {' '.join(text.split())[:200]}",
         is_equal,
     )
 

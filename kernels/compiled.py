@@ -1,6 +1,7 @@
 """Loops that Numba compiles for the CPU, and helpers that pass many arrays and texts to them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,11 +16,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 inlined: Callable[[Function], Function] = njit(inline="always")
 
 
-_InTree: Any = getattr(caching, "InTreeCacheLocator", None) or caching._InTreeCacheLocator  # Numba 0.61
-
-
-class _Shipped(_InTree):  # type: ignore[misc]
+class _Shipped(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  # type: ignore[misc]
     """Finds machine code beside the module where no folder can be written, as in an image with a read-only root."""
+
+    def __init__(self, function: Any, file: str):
+        self._py_file, self._lineno = file, function.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        return str(Path(self._py_file).parent / "__pycache__")
 
     def ensure_cache_path(self) -> None:
         """Writes nothing."""

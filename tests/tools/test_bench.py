@@ -236,8 +236,8 @@ UNFORCED: dict[str, tuple[list[str], Any]] = {
     "early_exit must not read the target's layers": (["--methods", "early_exit"], LOG),
     "enable_batch_sharded_sampling must be false": (["--engine-args", '{"enable_batch_sharded_sampling":true}'], LOG),
     "token ids below 3072, not 5000": ([], [{"prompt": [5], "output": [5000]}]),
-    'must hold "prompt" and "output" as token ids': ([], [{"prompt": "x", "output": "y"}]),
-    'must hold "accepted": {"mtp": [...]} for --drafter': (["--drafter", "mtp"], LOG),
+    'must have "prompt" and "output" as token ids': ([], [{"prompt": "x", "output": "y"}]),
+    'must have "accepted": {"mtp": [...]} for --drafter': (["--drafter", "mtp"], LOG),
     "--trace must be a file with a prompt and an output": ([], [{"prompt": [], "output": [5]}]),
 }
 

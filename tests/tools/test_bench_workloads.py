@@ -73,7 +73,7 @@ def test_prompts_and_bad_lines(tokenizer: Any, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", {"prompt": "x = 1"}, {"prompt": [5, 6, 7]})
     [made] = read_workloads(file, tokenizer, 9, 64)
     assert made.prompts == [tokenizer("x = 1")["input_ids"], [5, 6, 7]]
-    with pytest.raises(ConfigError, match=r"line 2 of .* must hold \{\"prompt\""):
+    with pytest.raises(ConfigError, match=r"line 2 of .* must have \{\"prompt\""):
         read_workloads(write_lines(file, {"prompt": "x"}, {"words": "y"}), tokenizer, 9, 64)
 
 

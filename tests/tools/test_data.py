@@ -80,11 +80,11 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "one in messages": (
         lambda path: written(path, r'{"messages": [{"role": "user", "content": "\ud800"}]}'),
-        "must hold messages that the tokenizer's chat template accepts",
+        "must have messages that the tokenizer's chat template accepts",
     ),
     "calls of tools that are none": (
         lambda path: written(path, '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 7}]}'),
-        "must hold a list of calls as tool_calls, not 7",
+        "must have a list of calls as tool_calls, not 7",
     ),
     "deep nesting": (lambda path: written(path, "[" * 100_000), "must be a JSON object"),
     "what never ends": (lambda path: "/dev/zero", "--dataset-path must be files in which lines have at most"),
@@ -117,7 +117,7 @@ def test_token_ids(tmp_path: Path, refused: Any) -> None:
     rows = [{"prompt": [1, 2], "output": [*range(10, 40), last]} for last in (40, 1 << 20)]
     file = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
     for command in commands(file, tmp_path)[1:]:
-        assert f"--dataset-path: line 2 of {file} must hold token ids below " in refused(*command)
+        assert f"--dataset-path: line 2 of {file} must have token ids below " in refused(*command)
     assert not (tmp_path / "store.bin").exists()
     written(tmp_path / "a.jsonl", json.dumps({"prompt": [1, 2], "output": [1 << 20]}))
     assert "an output of at least two tokens" in refused("replay", "--data", file)

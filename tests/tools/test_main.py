@@ -34,7 +34,7 @@ REFUSED = {
         [*TRAIN, "--data", "nowhere.txt"],
         "--dataset-path must be readable files, not nowhere.txt (No such file",
     ),
-    "little text": ([*TRAIN, "--data", "SHORT"], "--dataset-path must hold at least 2 rows of up to 512 tokens, not 1"),
+    "little text": ([*TRAIN, "--data", "SHORT"], "--dataset-path must have at least 2 rows of up to 512 tokens, not 1"),
     "no model": (["calibrate", "./nowhere", "--data", "DATA"], "a folder with a config.json, not './nowhere'"),
     "broken model": (
         ["calibrate", "BROKEN", "--data", "DATA"],

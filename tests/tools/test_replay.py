@@ -199,15 +199,15 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "no object": ("[1, 2]", "be a JSON object, not '[1, 2]'"),
     "no form": ({"texts": "a"}, 'hold {"prompt": text or token ids, "output"'),
     "no output": ({"prompt": "a"}, 'hold an answer, as in {"prompt": text or token ids, "output"'),
-    "no ids": ({"prompt": [1, "2"], "output": [3]}, "hold text or token ids as prompt, not [1, '2']"),
-    "negative id": ({**IDS, "output": [-3]}, "hold text or token ids as output, not [-3]"),
-    "large id": ({**IDS, "output": [1 << 31]}, "hold text or token ids as output, not [2147483648]"),
-    "no text": ({"text": 5}, "hold text or token ids as text, not 5"),
-    "no messages": ({"messages": []}, "hold messages that have a role and a content, not []"),
-    "no answer": ({"messages": CHAT[:2]}, "hold an answer"),
-    "bad content": ({"messages": [{"role": "user", "content": 5}]}, "hold text, or a list of parts, as content"),
-    "no choice": ({"messages": CHAT, "choices": []}, "hold a message in its first choice, not []"),
-    "tenant": ({**IDS, "tenant": 7}, "hold text as tenant, not 7"),
+    "no ids": ({"prompt": [1, "2"], "output": [3]}, "have text or token ids as prompt, not [1, '2']"),
+    "negative id": ({**IDS, "output": [-3]}, "have text or token ids as output, not [-3]"),
+    "large id": ({**IDS, "output": [1 << 31]}, "have text or token ids as output, not [2147483648]"),
+    "no text": ({"text": 5}, "have text or token ids as text, not 5"),
+    "no messages": ({"messages": []}, "have messages that have a role and a content, not []"),
+    "no answer": ({"messages": CHAT[:2]}, "have an answer"),
+    "bad content": ({"messages": [{"role": "user", "content": 5}]}, "have text, or a list of parts, as content"),
+    "no choice": ({"messages": CHAT, "choices": []}, "have a message in its first choice, not []"),
+    "tenant": ({**IDS, "tenant": 7}, "have text as tenant, not 7"),
 }
 
 
@@ -240,10 +240,11 @@ class Reads:
     observe = forget = lambda self, news: None
 
 
-def test_tokenizer_reaches_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_reaches_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a class that finds no codec in `replay`, though `--tokenizer` names a model."""
+    monkeypatch.setitem(sys.modules, "tools_test_replay", sys.modules[__name__])
     file = lines(tmp_path, {"prompt": CODE, "output": CODE})
-    out, method = tmp_path / "out.json", json.dumps({"method": "custom", "proposer": "test_replay:Reads"})
+    out, method = tmp_path / "out.json", json.dumps({"method": "custom", "proposer": "tools_test_replay:Reads"})
     arguments = ["--num-draft", "2", "--methods", method, "--tokenizer", str(DEMO_MODEL), "--json", str(out)]
     assert main(["replay", "--data", str(file), *arguments]) == 0
     rows = [row for row in json.loads(out.read_text())["rows"] if row["method"] == "custom"]

@@ -170,10 +170,10 @@ def test_bad_drafter(text: str, refused: Any) -> None:
 
 
 BAD_LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
-    "no object": ({"accepted": [1]}, "hold a JSON object as accepted, not [1]"),
+    "no object": ({"accepted": [1]}, "have a JSON object as accepted, not [1]"),
     "negative": (
         {"accepted": {"eagle3": [1, -1]}},
-        "hold non-negative token counts as accepted['eagle3'], not [1, -1]",
+        "have non-negative token counts as accepted['eagle3'], not [1, -1]",
     ),
     "another": ({"accepted": {"mtp": [1]}}, 'hold "accepted": {"eagle3": [...]} for --drafter'),
 }

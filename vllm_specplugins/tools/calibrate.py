@@ -87,7 +87,7 @@ def pick_prompts(args: argparse.Namespace) -> Workload:
         )
     rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)
     if not rows:
-        raise ConfigError(f"--dataset-path must hold at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
+        raise ConfigError(f"--dataset-path must have at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
     return Workload("data", [rows[index] for index in every_nth(len(rows), num_prompts(args))])
 
 
@@ -111,7 +111,7 @@ def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence
         texts += write_texts(base, alike, 0.0, length, length + args.tokens)
     if (longest := max(len(text.row) - text.begin for text in texts)) < least:
         raise ConfigError(
-            f"--dataset-path must hold text that the model continues by at least {least} tokens, not by {longest}."
+            f"--dataset-path must have text that the model continues by at least {least} tokens, not by {longest}."
         )
     rows = []
     for layer in layers:

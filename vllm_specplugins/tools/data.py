@@ -44,7 +44,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 
         try:
             for prompt, output in parsed(row, tokenizer):
                 if (highest := max((*prompt, *(output or ())), default=0)) >= vocab_size:
-                    raise ConfigError(f"must hold token ids below {vocab_size}, not {highest}.")
+                    raise ConfigError(f"must have token ids below {vocab_size}, not {highest}.")
                 yield Sample(place, row, prompt, output)
         except ConfigError as error:
             is_of_model = str(error).startswith("MODEL")  # its tokenizer is loaded at the first text
@@ -57,7 +57,7 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
     for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:
             raise ConfigError(
-                f"--dataset-path: {sample.place} must hold an answer, as in {FORMATS}, not {brief(sample.row)}."
+                f"--dataset-path: {sample.place} must have an answer, as in {FORMATS}, not {brief(sample.row)}."
             )
         last = sample.row
         if sample.output:
@@ -146,13 +146,13 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
     types."""
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ConfigError(f"must hold text without lone surrogates as {key}, not {brief(value)}.")
+            raise ConfigError(f"must have text without lone surrogates as {key}, not {brief(value)}.")
         ids: list[int] = tokenizer()(value, add_special_tokens=is_start)["input_ids"]
         return ids
     if _are_counts(value):
         ids = value
         return ids
-    raise ConfigError(f"must hold text or token ids as {key}, not {brief(value)}.")
+    raise ConfigError(f"must have text or token ids as {key}, not {brief(value)}.")
 
 
 def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, list[int]]:
@@ -161,17 +161,17 @@ def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, l
     given and has no lengths."""
     given = row.get("accepted", {})
     if not isinstance(given, dict):
-        raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")
+        raise ConfigError(f"must have a JSON object as accepted, not {brief(given)}.")
     for name, lengths in given.items():
         if not _are_counts(lengths):
-            raise ConfigError(f"must hold non-negative token counts as accepted[{name!r}], not {brief(lengths)}.")
+            raise ConfigError(f"must have non-negative token counts as accepted[{name!r}], not {brief(lengths)}.")
     theirs = {
         key[4:]: [max(0, length - 1) for length in value["acc_len"]]
         for key, value in row.items()
         if key.startswith("acc_") and isinstance(value, dict) and _are_counts(value.get("acc_len"))
     }
     if drafter is not None and drafter not in theirs | given:
-        raise ConfigError(f'must hold "accepted": {{"{drafter}": [...]}} for --drafter, not {brief(given or theirs)}.')
+        raise ConfigError(f'must have "accepted": {{"{drafter}": [...]}} for --drafter, not {brief(given or theirs)}.')
     return theirs | given
 
 
@@ -197,14 +197,14 @@ def parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Pairs:
         case {"text": text}:
             yield [], token_ids(text, "text", tokenizer)
         case _:
-            raise ConfigError(f"must hold {FORMATS}, not {brief(dict(row))}.")
+            raise ConfigError(f"must have {FORMATS}, not {brief(dict(row))}.")
 
 
 def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Pairs:
     """Each answer of the assistant after all that precedes it. With `choices`, as in a log of requests, only the answer
     in these: earlier answers are in earlier lines, too."""
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise ConfigError(f"must hold messages that have a role and a content, not {brief(messages)}.")
+        raise ConfigError(f"must have messages that have a role and a content, not {brief(messages)}.")
     turns = [{"role": message["role"], "content": _text(message)} for message in messages]
     ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     match choices:
@@ -214,7 +214,7 @@ def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Pairs:
             ends = [len(turns)]
             turns.append({"role": "assistant", "content": _text(answer)})
         case _:
-            raise ConfigError(f"must hold a message in its first choice, not {brief(choices)}.")
+            raise ConfigError(f"must have a message in its first choice, not {brief(choices)}.")
     for end in ends:
         output = token_ids(turns[end]["content"], "content", tokenizer)
         yield (_rendered(tokenizer(), turns[:end]) if output else []), output
@@ -229,7 +229,7 @@ def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
         return chat_prompt(tokenizer, turns)
     except Exception as error:  # a template may raise anything
         raise ConfigError(
-            f"must hold messages that the tokenizer's chat template accepts ({error_text(error)})."
+            f"must have messages that the tokenizer's chat template accepts ({error_text(error)})."
         ) from error
 
 
@@ -242,9 +242,9 @@ def _text(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if not isinstance(content, str):
-        raise ConfigError(f"must hold text, or a list of parts, as content, not {brief(content)}.")
+        raise ConfigError(f"must have text, or a list of parts, as content, not {brief(content)}.")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise ConfigError(f"must hold a list of calls as tool_calls, not {brief(calls)}.")
+        raise ConfigError(f"must have a list of calls as tool_calls, not {brief(calls)}.")
     calls = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     return "\n".join([*filter(None, [content]), *(json.dumps(call, ensure_ascii=False) for call in calls)])

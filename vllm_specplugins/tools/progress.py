@@ -34,6 +34,7 @@ def progress() -> Iterator[Progress]:
 
 
 def line_of(task: Task) -> str:
-    total, left = "?" if task.total is None else f"{task.total:.0f}", task.time_remaining
-    line = f"{task.description}: {task.completed:.0f} of {total}, {task.elapsed or 0:.0f} s so far"
+    left = task.time_remaining
+    done = "" if task.total is None else f": {task.completed:.0f} of {task.total:.0f}"
+    line = f"{task.description or 'working'}{done}, {task.elapsed or 0:.0f} s so far"
     return line if left is None else f"{line}, about {left:.0f} s left"

@@ -122,7 +122,7 @@ def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse
     whole = [text for text in texts if len(text.row) - text.begin > args.max_draft]
     if len(whole) < HELD_OUT:
         raise ConfigError(
-            f"--dataset-path must hold {HELD_OUT} prompts or more that the model continues by more than "
+            f"--dataset-path must have {HELD_OUT} prompts or more that the model continues by more than "
             f"{args.max_draft} tokens, not {len(whole)}."
         )
     return whole

@@ -24,7 +24,7 @@ def check_learning(config: SpecConfig, num_layers: int, tensor_parallel_size: in
 def _check_exit(config: EarlyExitConfig, num_layers: int) -> None:
     if config.exit_head is None or config.one_pass or config.exit_layer >= num_layers:
         raise ConfigError(
-            "early_exit: learn must be false, not true: it needs an exit_head, no look_ahead and fewer layers."
+            "early_exit: learn must be false, not true: it needs an exit_head, fewer layers and single tokens."
         )
 
 

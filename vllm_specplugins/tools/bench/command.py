@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     configs = pick_methods(args.methods or (LOOKUPS if args.trace else [*LOOKUPS, "cascade"]))
     if not args.model and not (CHAT_MODEL / "config.json").is_file():
         raise ConfigError(
-            f"--model must name a model, or {CHAT_MODEL} must hold the chat model, which `python "
-            "examples/chat_model.py`, in a clone of this repository, makes in half a minute."
+            f"--model is missing, and {CHAT_MODEL} has no chat model; name a model, or run `python "
+            "examples/chat_model.py` in a clone of this repository, which makes it in half a minute."
         )
     args.model = args.model or str(CHAT_MODEL)
     check_json(args)

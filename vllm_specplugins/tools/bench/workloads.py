@@ -63,7 +63,7 @@ def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> l
         prompts += [prompt for prompt in asked if prompt][: max(0, count - len(prompts))]
     workloads = [Workload(name, prompts) for name, prompts in by_task.items() if prompts]
     if not workloads:
-        raise ConfigError(f"--dataset-path must hold prompts, not {file}.")
+        raise ConfigError(f"--dataset-path must have prompts, not {file}.")
     return workloads
 
 
@@ -84,7 +84,7 @@ def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> 
     for sample in islice((sample for sample in answered([args.trace], _no_tokenizer) if sample.prompt), count):
         output = (sample.output or [])[: args.tokens]
         if (highest := max([*sample.prompt, *output])) >= vocab_size:
-            raise ConfigError(f"--trace: {sample.place} must hold token ids below {vocab_size}, not {highest}.")
+            raise ConfigError(f"--trace: {sample.place} must have token ids below {vocab_size}, not {highest}.")
         try:
             lengths = accepted_lengths(sample.row, args.drafter) if args.drafter else {}
         except ConfigError as error:
@@ -97,7 +97,7 @@ def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> 
 
 
 def _no_tokenizer() -> NoReturn:
-    raise ConfigError('must hold "prompt" and "output" as token ids to be forced, not as text.')
+    raise ConfigError('must have "prompt" and "output" as token ids to be forced, not as text.')
 
 
 def _check_forced(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> None:

@@ -60,7 +60,7 @@ class Chosen:
     limit: int  # the first ones, at most as many
     ids: str = "all"
     max_output: int | None = None  # tokens of the longest output; None: any number
-    drafter: str | None = None  # each must hold its accepted lengths; None: those of none
+    drafter: str | None = None  # each must have its accepted lengths; None: those of none
 
     def allows(self, number: int, sample: Sample) -> bool:
         name = str(sample.row.get("id", number))
@@ -84,13 +84,13 @@ def read_traffic(
             lengths = accepted_lengths(sample.row, chosen.drafter).items()
             accepted = {name: np.array(counts, np.int32) for name, counts in lengths}
             if not isinstance(tenant := sample.row.get("tenant", ""), str):
-                raise ConfigError(f"must hold text as tenant, not {brief(tenant)}.")
+                raise ConfigError(f"must have text as tenant, not {brief(tenant)}.")
             traffic.add(prompt, output, accepted, **({"tenant": tenant.encode(errors="replace")} if tenant else {}))
         except ConfigError as error:
             raise ConfigError(f"--dataset-path: {sample.place} {error}") from None
         advance()
     if traffic.num_output_tokens <= len(traffic.histories):
-        raise ConfigError("--dataset-path must hold a request with an output of at least two tokens.")
+        raise ConfigError("--dataset-path must have a request with an output of at least two tokens.")
     return traffic
 
 

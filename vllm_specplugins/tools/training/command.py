@@ -77,7 +77,7 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
     bars.remove_task(reading)
     if len(rows) < 2:
         raise ConfigError(
-            f"--dataset-path must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}."
+            f"--dataset-path must have at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}."
         )
     return rows
 
