@@ -63,7 +63,7 @@ def _command_line(
     that vLLM's parser refuses."""
     if list(serve[:2]) != ["vllm", "serve"]:
         return raw, model, serve
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
