@@ -3,15 +3,16 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from io import StringIO
 from textwrap import shorten
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm_specplugins import __version__
-from vllm_specplugins.config import ConfigError, EarlyExitConfig
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, one_line
 from vllm_specplugins.config.fields import check_names
 from vllm_specplugins.custom import registrations
 from vllm_specplugins.engine.frontend import fallback
@@ -66,14 +67,16 @@ def _command_line(
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"vllm serve: {message.rstrip('.')}.")
-
-    args = make_arg_parser(Parser()).parse_args(list(serve[2:]))
-    asked, tag = raw if args.speculative_config is None else args.speculative_config, args.model_tag
+    output = StringIO()
+    try:
+        with redirect_stderr(output):
+            given = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(list(serve[2:])))
+    except SystemExit:
+        reason = output.getvalue().strip().rpartition("error: ")[2].rstrip(".")
+        raise ConfigError(f"vllm serve: {one_line(reason, 300)}.") from None
+    asked, tag = given["speculative_config"], given["model_tag"]
     words = [word for word in serve[2:] if word != tag]
-    return asked, tag or model or args.model, words
+    return raw if asked is None else asked, tag or model or given["model"], words
 
 
 def _versions() -> Iterator[Finding]:
