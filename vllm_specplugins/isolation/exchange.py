@@ -67,8 +67,8 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:
     numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
-    times = feedback.step_ms, feedback.num_forced, feedback.mixed_ms
-    return Feedback(tuple(feedback.request_ids), *numbers, *times)
+    names = tuple(feedback.request_ids)
+    return Feedback(names, *numbers, feedback.step_ms, feedback.num_forced, feedback.mixed_ms)
 
 
 def _views(token_ids: Sequence[Int32Array]) -> Views:
