@@ -47,6 +47,14 @@ def sized(_: Any, asynchronous: bool, tokens: int, seats: int, **others: Any) ->
     return config
 
 
+def is_over(request: Any) -> bool:
+    """Whether a step under way is known to bring its last token, so that vLLM schedules no other one."""
+    end = request.num_prompt_tokens + request.max_tokens
+    return bool(
+        request.num_output_placeholders > 0 and request.num_computed_tokens + 2 - request.num_output_placeholders >= end
+    )
+
+
 class Checked(Played):
     """Beside each request, the newest draft that was made for it: its length, and in which step."""
 
@@ -90,16 +98,17 @@ class Checked(Played):
 
     def _check_room(self, scheduled: SchedulerOutput) -> None:
         """A step shortens all drafts alike, as far as its requests need it, and leaves no request out for them."""
-        limit, requests = self.scheduler.draft_limit, self.scheduler.requests
+        limit = self.scheduler.draft_limit
         drafts, names = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
         if limit is not None:
             self.shortened += 1
         if scheduled.preempted_req_ids:  # for memory
             return
         out = [each for each in self.scheduler.running if each.request_id not in names]
-        ready = [each for each in out if each.next_decode_eligible_step <= self._left_until]
-        cut = [name for name in names if name in self._plans and requests[name].is_prefill_chunk]
-        assert not (drafts and (ready or cut)), "a draft takes the token of a request, or of a prompt"
+        is_full = scheduled.total_num_scheduled_tokens == self.scheduler.max_num_scheduled_tokens
+        if is_full and not scheduled.scheduled_new_reqs and not scheduled.scheduled_cached_reqs.resumed_req_ids:
+            ready = [each for each in out if each.next_decode_eligible_step <= self._left_until and not is_over(each)]
+            assert not (drafts and ready), "a draft takes the token of a request"
         kept = {name: min(K if limit is None else limit, self._plans.get(name, 0)) for name in names}
         assert {name: len(ids) for name, ids in drafts.items()} == {name: num for name, num in kept.items() if num}
         if limit is not None and not self.scheduler.waiting and not self.scheduler.kv_holding_waiting:
