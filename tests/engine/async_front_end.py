@@ -38,6 +38,9 @@ class _Client:
             if core.scheduler.has_requests() or core.batch_queue:
                 return self._client.get_output()
 
+    async def collective_rpc_async(self, *arguments: Any) -> Any:
+        return self._client.collective_rpc(*arguments)
+
     def shutdown(self, timeout: float | None = None) -> None:
         """The engine goes on."""
 
