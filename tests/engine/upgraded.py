@@ -3,7 +3,8 @@ engine that starts on it in a process of its own.
 
     python tests/engine/upgraded.py '{ARGUMENTS OF LLM}'
 
-prints a line of JSON: whether the engine speculates, and what it emits.
+prints a line of JSON: whether the engine speculates, what it emits, and, where VLLM_SPECPLUGINS_ON_ERROR is "refuse",
+how the start ends, before one with "serve".
 """
 
 import json
@@ -92,20 +93,29 @@ def start(folder: Path, environment: Mapping[str, str], **arguments: Any) -> Sta
         timeout=600,
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths), "VLLM_LOGGING_LEVEL": "WARNING"},
     )
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return Started(json.loads(lines[0]) if lines else None, done.stdout + done.stderr)
+    log, _, result = done.stdout.partition("RESULT ")
+    return Started(json.loads(result.splitlines()[0]) if result else None, log + done.stderr)
 
 
 def main(arguments: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(dtype="float32", enforce_eager=True, disable_log_stats=False, skip_tokenizer_init=True, **arguments)
+    arguments |= {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False, "skip_tokenizer_init": True}
+    refused = ""
+    if os.environ.get("VLLM_SPECPLUGINS_ON_ERROR") == "refuse":
+        try:
+            LLM(**arguments)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        os.environ["VLLM_SPECPLUGINS_ON_ERROR"] = "serve"
+    llm = LLM(**arguments)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     result = {
         "speculates": llm.llm_engine.vllm_config.speculative_config is not None,
         "drafted": counted.get("vllm:spec_decode_num_draft_tokens", 0),
+        "refused": refused,
         "outputs": [list(each.outputs[0].token_ids) for each in results],
     }
     print("RESULT", json.dumps(result), flush=True)
