@@ -7,9 +7,9 @@ Host and device are two stages of a pipeline, so that a step takes the longer of
 an engine in a process of its own; they take turns. Microseconds of the thread's CPU time, minima over all steps: other
 work on the machine leaves these alone. What the driver takes is not in it (about 2 us a launch, 4 a copy, 10 a graph),
 nor what a front end does. K does not change (no gate by time, where time means nothing) and is 5; an arm's ending says
-more: ", K = 31"; ", K = 0": the scheduler plans no drafts. ", free": further tokens cost the target nothing, as with
-few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured. ", TRITON_ATTN": with
-what the attention of trees extends.
+more: ", K = 31"; ", K = 0": the scheduler plans no drafts; ", off": drafting is switched off. ", free": further
+tokens cost the target nothing, as with few requests; otherwise about half of what is drafted is trimmed. ", gate off":
+as configured. ", TRITON_ATTN": with what the attention of trees extends.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class Engine:
         name, *endings = arm.split(", ") if not arm.startswith("{") else [arm]
         method = METHODS[name] if name in METHODS else json.loads(name)
         num_draft = 31 if "K = 31" in endings else 5
-        planned = 0 if "K = 0" in endings else num_draft
+        planned = 0 if {"K = 0", "off"} & {*endings} else num_draft
         null_device.num_draft = 0 if method is None else planned
         config = None if method is None else {"num_speculative_tokens": num_draft, **method}
         if "gate off" in endings and config is not None:
@@ -129,6 +129,8 @@ class Engine:
         runner = self._core.model_executor.driver_worker.worker.model_runner
         _pin(self._core.scheduler, planned if method else None)
         _replace_results(runner, num_draft, "free" in endings)
+        if "off" in endings:
+            self._llm.collective_rpc("specplugins_gate", args=("none",))
 
     def run(self, num_requests: int, num_steps: int) -> tuple[list[float], dict[str, float]]:
         """Microseconds of each step, and launches and the like of one."""
