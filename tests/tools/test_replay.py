@@ -197,8 +197,8 @@ IDS = {"prompt": [1], "output": [1]}
 DAMAGED: dict[str, tuple[Any, str]] = {
     "cut off": ('{"prompt": "a", "out', "be a JSON object, not"),
     "no object": ("[1, 2]", "be a JSON object, not '[1, 2]'"),
-    "no form": ({"texts": "a"}, 'hold {"prompt": text or token ids, "output"'),
-    "no output": ({"prompt": "a"}, 'hold an answer, as in {"prompt": text or token ids, "output"'),
+    "no form": ({"texts": "a"}, 'have {"prompt": text or token ids, "output"'),
+    "no output": ({"prompt": "a"}, 'have an answer, as in {"prompt": text or token ids, "output"'),
     "no ids": ({"prompt": [1, "2"], "output": [3]}, "have text or token ids as prompt, not [1, '2']"),
     "negative id": ({**IDS, "output": [-3]}, "have text or token ids as output, not [-3]"),
     "large id": ({**IDS, "output": [1 << 31]}, "have text or token ids as output, not [2147483648]"),

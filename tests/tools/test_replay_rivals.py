@@ -175,7 +175,7 @@ BAD_LENGTHS: dict[str, tuple[dict[str, Any], str]] = {
         {"accepted": {"eagle3": [1, -1]}},
         "have non-negative token counts as accepted['eagle3'], not [1, -1]",
     ),
-    "another": ({"accepted": {"mtp": [1]}}, 'hold "accepted": {"eagle3": [...]} for --drafter'),
+    "another": ({"accepted": {"mtp": [1]}}, 'have "accepted": {"eagle3": [...]} for --drafter'),
 }
 
 
