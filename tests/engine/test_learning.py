@@ -153,7 +153,7 @@ def test_refused(tmp_path: Path) -> None:
     """Where nothing can be learned. Kills: an engine that starts and does not learn."""
     config = learning(tmp_path / "whole")
     if RUNNER == "v2":
-        with pytest.raises(ConfigError, match=r"^jump: learn must be left out with tree"):
+        with pytest.raises(ConfigError, match=r"^jump: remove learn: it is untested with tree"):
             engine_config({**config, "tree": 4})
     with pytest.raises(ConfigError, match=r"^jump: learn must be false where tensor_parallel_size is 2, not true\.$"):
         engine_config(config, tensor_parallel_size=2)

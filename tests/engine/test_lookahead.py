@@ -91,6 +91,10 @@ def test_refusals(kind: Any, field: str, value: Any) -> None:
 
     settings = {"max_model_len": 512, "enforce_eager": True, field: value}
     args = EngineArgs(model=str(DEMO_MODEL), speculative_config=kind(), **settings)
-    refusal = r"not a multimodal model\.$" if field == "hf_overrides" else "lookahead must be left out with"
+    refusal = (
+        r"not a multimodal model\.$"
+        if field == "hf_overrides"
+        else "remove lookahead: it is not exact, or untested, with"
+    )
     with pytest.raises(ConfigError, match=refusal):
         args.create_engine_config()

@@ -144,6 +144,7 @@ def test_streams_are_those_without_drafts(engine: Any, tmp_path: Path, monkeypat
     with forced(llm, log):
         *found, off, on = asyncio.run(asked(llm, str(tmp_path), log))
     for case, plain, drafted in zip(cases(), found[::2], found[1::2], strict=True):
-        assert drafted[0] == plain[0] == case.message
+        assert drafted[0] == plain[0], case
+        assert plain[0] == case.message, case
         assert drafted[1] < plain[1] // 3, case
     assert (off, on) == (plain, drafted)

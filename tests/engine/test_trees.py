@@ -294,10 +294,10 @@ def test_seeded_samples(attention: None, engine: Any, prompts: Any, temperature:
     ("arguments", "words"),
     [
         ({"attention_backend": "FLASH_ATTN"}, "attention_backend must be TRITON_ATTN or left out with {}"),
-        ({"kv_cache_dtype": "fp8"}, "{} must be left out with a quantised KV cache"),
-        ({"enable_lora": True}, "{} must be left out with LoRA"),
-        ({"hf_overrides": {"sliding_window": 64}}, "{} must be left out with a sliding window"),
-        ({"tensor_parallel_size": 2}, "{} must be left out with several ranks or engines"),
+        ({"kv_cache_dtype": "fp8"}, "remove {}: it is not exact, or untested, with a quantised KV cache"),
+        ({"enable_lora": True}, "remove {}: it is not exact, or untested, with LoRA"),
+        ({"hf_overrides": {"sliding_window": 64}}, "remove {}: it is not exact, or untested, with a sliding window"),
+        ({"tensor_parallel_size": 2}, "remove {}: it is not exact, or untested, with several ranks or engines"),
         ({}, ""),
     ],
     ids=str,
@@ -322,11 +322,13 @@ def test_refusals(
         assert made.attention_config.backend.name == "CUSTOM"
         assert args.attention_config.backend is AttentionBackendEnum.TRITON_ATTN, "the caller's"
         made.aux_output_config.enable_return_routed_experts = True
-        with pytest.raises(ConfigError, match=f"{word} must be left out with auxiliary outputs"):
+        with pytest.raises(ConfigError, match=f"remove {word}: it is not exact, or untested, with auxiliary outputs"):
             check_trees(made)
         made.aux_output_config.enable_return_routed_experts = False
         monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
-        with pytest.raises(ConfigError, match=f"{word} must be left out with VLLM_BATCH_INVARIANT"):
+        with pytest.raises(
+            ConfigError, match=f"remove {word}: it is not exact, or untested, with VLLM_BATCH_INVARIANT"
+        ):
             check_trees(made)
         return
     with pytest.raises(ConfigError, match=f"^{config['method']}: {words.format(word)}"):

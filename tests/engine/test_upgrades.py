@@ -60,7 +60,7 @@ def test_v1_is_gone(tmp_path: Path, expected: Any) -> None:
     found = start(upgraded.upgraded(tmp_path, upgraded.without_v1()))
     assert found.result, found.log[-3000:]
     assert found.result["outputs"] == expected and found.result["speculates"] and found.result["drafted"] > 0
-    assert found.log.count(f"vllm-specplugins was tested with vLLM {compat.SUPPORTED}, not 0.34.0+cpu; it drafts") == 1
+    assert found.log.count(f"was tested with vLLM {compat.SUPPORTED}, not 0.34.0+cpu. It drafts") == 1
 
 
 @pytest.mark.slow

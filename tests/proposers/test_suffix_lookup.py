@@ -294,5 +294,5 @@ def test_work_of_a_step():
 def test_beside_prompt_lookup():
     """A cascade takes one of them. Fails if it takes both, which would keep each text twice."""
     stages = [{"method": "suffix_lookup"}, {"method": "prompt_lookup"}]
-    with pytest.raises(ConfigError, match="prompt_lookup beside suffix_lookup"):
+    with pytest.raises(ConfigError, match="remove prompt_lookup from stages"):
         parse_config({"method": "cascade", "stages": stages})

@@ -199,7 +199,8 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
     for name, method in methods.items():
         patches.set(CPUWorker, name, (serving if name in _STEPS else starting)(method))
     patches.set(CPUWorker, "determine_available_memory", profiled(CPUWorker.determine_available_memory))
-    patches.set(_WithProposer, "init_device", starting(_WithProposer.init_device))
+    for name in ("init_device", "load_model"):
+        patches.set(_WithProposer, name, starting(getattr(_WithProposer, name)))
     patches.set(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
     init_device = CPUWorker.init_device
     patches.set(CPUWorker, "init_device", init_device_and_workspace)
