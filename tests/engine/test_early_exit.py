@@ -165,7 +165,7 @@ def test_refused_by_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     """A class of the user's own: one sentence in the log before vLLM's tracebacks."""
     with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not Linear\.$") as refusal:
         FirstLayers(nn.Linear(1, 1), parse_config({"method": "early_exit"}))
-    assert [record.message for record in caplog.records] == [str(refusal.value)]
+    assert [record.message for record in caplog.records] == [f"The engine stops: {refusal.value}"]
 
 
 @pytest.mark.parametrize("has_residual", [False, True])

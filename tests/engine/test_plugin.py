@@ -184,7 +184,7 @@ def test_flags() -> None:
     assert (config.speculative_config.method, config.num_speculative_tokens) == ("prompt_lookup", 3)
     own = engine_config({"method": "prompt_lookup", "max-ngram": 5}).speculative_config.plugin_config.method_config
     assert own.max_ngram == 5
-    with pytest.raises(ConfigError, match="given twice"):
+    with pytest.raises(ConfigError, match="is set twice"):
         engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3}, spec_tokens=4)
     with pytest.raises(ConfigError, match="max_ngram is set twice, as 'max-ngram' and as 'max_ngram'"):
         engine_config({"method": "prompt_lookup", "max-ngram": 5, "max_ngram": 6})
@@ -215,7 +215,7 @@ def test_pipeline_on_v2(method: str) -> None:
     spec = {"method": method, "num_speculative_tokens": 4}
     scheduler = engine_config(spec, pipeline_parallel_size=2).scheduler_config
     assert scheduler.async_scheduling and scheduler.scheduler_cls.endswith(".PlannedScheduler")
-    words = rf"^{method}: pipeline_parallel_size must be 1 without async_scheduling, .*, not 2\.$"
+    words = rf"^{method}: pipeline_parallel_size must be 1 without async_scheduling, not 2: vLLM "
     with pytest.raises(ConfigError, match=words):
         engine_config(spec, pipeline_parallel_size=2, async_scheduling=False)
 
@@ -339,7 +339,7 @@ def test_vllm_without_our_entrance(
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
     register()
     [sentence] = caplog.messages
-    assert sentence.startswith("vllm-specplugins does not support this vLLM: ")
+    assert sentence.startswith("vllm-specplugins does not support this vLLM (")
 
 
 @ONCE
