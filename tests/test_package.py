@@ -133,7 +133,7 @@ def test_dockerfile(sources: Path, tmp_path: Path) -> None:
     """
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
     steps = [line.split(maxsplit=1) for line in text.splitlines()]
-    assert [step for step, _ in steps] == ["ARG", "FROM", "RUN"]
+    assert [step for step, _ in steps] == ["ARG", "FROM", "RUN", "ARG", "ENV", "RUN"]
     name, _, version = steps[0][1].partition("=")
     assert steps[1][1] == f"vllm/vllm-openai:${{{name}}}"
     assert SpecifierSet(compat.SUPPORTED).contains(version[1:])
@@ -150,6 +150,9 @@ def test_dockerfile(sources: Path, tmp_path: Path) -> None:
     run("bash", "-euc", command, env={**PIP, "PATH": os.environ["PATH"]})
     assert "vllm_specplugins" not in os.listdir(Path(sysconfig.get_path("purelib")))
     assert run(python.parent / "vllm-specplugins", "--help", env=alone(python), cwd=tmp_path).count("bench") > 0
+    compiled = re.findall(r"vllm_specplugins[.\w]+", steps[5][1])  # test_machine_code.py has the compilation
+    code = f"from importlib.util import find_spec; print(all(map(find_spec, {compiled})))"
+    assert run(python, "-c", code, env=alone(python), cwd=tmp_path) == "True\n" and len(compiled) > 5
 
 
 def test_example_package(environment: Path, tmp_path: Path) -> None:

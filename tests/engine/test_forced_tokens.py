@@ -222,4 +222,4 @@ def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING, "vllm.specplugins"):
         assert all(forced.after(OutlinesGrammar(), [], K, Writer(None)) == [] for _ in range(2))
-    assert len(caplog.messages) == 1 and "not Outlines" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "backend is Outlines" in caplog.messages[0]

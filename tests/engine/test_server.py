@@ -64,7 +64,7 @@ def test_options_of_requests(client: openai.OpenAI) -> None:
         '{"max_draft":-1}': "specplugins: max_draft must be an integer from 0 to 64, not -1.",
         '{"stages":["eagle"]}': "specplugins: stages must be up to 2 of 'prompt_lookup', 'early_exit', not 'eagle'.",
         '{"draft":1}': "specplugins: 'draft' is not an option; the options are enabled, max_draft, max_context, "
-        "stages, reference, learn.",
+        "stages, reference, learn; did you mean 'max_draft'?",
         "{": "specplugins must be a dictionary or its JSON text, not '{'.",
     }
 

@@ -137,7 +137,7 @@ _OF_OTHERS: dict[str, str] = {
     "collections": "deque",
     "concurrent.futures": "Future",
     "importlib.machinery": "ModuleSpec",
-    "io": "IOBase TextIOBase",
+    "io": "IOBase TextIOBase StringIO",
     "logging": "Logger",
     "multiprocessing": "Process connection.Connection",
     "numpy": "ufunc ndarray generic random random.Generator",

@@ -127,7 +127,7 @@ def test_header_cut(tmp_path: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "message"), [(1, "version 1, where 3"), (2, "version 2"), (3, "another tokenizer")]
+    ("version", "message"), [(1, "version 1, expected 3"), (2, "version 2"), (3, "another tokenizer")]
 )
 def test_foreign(tmp_path: Path, version: int, message: str) -> None:
     """A store of another tokenizer or version, 0.1.0's too, is refused, and emptied where that is asked for; what is

@@ -1,13 +1,13 @@
 """Recorded texts, played to a cascade by an engine whose steps cost what one says. No clock: always the same."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stages import Played, Request, loops_at, traffic_of
 
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.replay.simulate import Player
@@ -96,7 +96,7 @@ class Engine:
             self.proposer.observe(feedback)
         return self.proposer.propose(batch)
 
-    def forget(self, request_ids: Sequence[str]) -> None:
+    def forget(self, request_ids: Sequence[str], texts: Mapping[str, Int32Array]) -> None:
         self.proposer.forget(request_ids)
 
     def played(self) -> float:
