@@ -220,7 +220,8 @@ def test_a_server_that_does_not_end(kind: str, monkeypatch: pytest.MonkeyPatch) 
     def answer(connection: socket.socket) -> None:
         with connection, suppress(OSError):
             for number in itertools.count(1):
-                command = connection.recv(1 << 16)
+                if not (command := connection.recv(1 << 16)):
+                    return
                 if b"TIME" in command:
                     connection.sendall(b"*2\r\n$2\r\n99\r\n$1\r\n0\r\n")
                 elif b"XREAD" not in command:
