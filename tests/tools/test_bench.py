@@ -264,8 +264,8 @@ def test_the_chat_model_is_the_default(
 
 REFUSED = {
     "--rate 0.5": "--rate and --drafter need --trace",
-    "--methods sorcery": "--methods must be of none, ngram, ngram_gpu, early_exit, cascade, prompt_lookup, ",
-    "--methods none": "--methods must name a method beside none",
+    "--methods sorcery": "--methods must be none, ngram, ngram_gpu, early_exit, cascade, prompt_lookup, ",
+    "--methods none": "--methods must name a method besides none",
     "--methods ngram:65": "--methods: K must be 1 to 64, as in ngram:5, not 'ngram:65'",
     "--methods {": "--methods must be names or JSON, not '{'",
     '--methods {"method":"prompt_lookup","max_ngram":99}': "max_ngram must be an integer from 1 to 16",

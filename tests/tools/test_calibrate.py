@@ -133,7 +133,7 @@ def test_other_methods(
 def test_a_name_that_is_no_method(tiny_model: Path, text_files: list[Path], capsys: Any) -> None:
     """Fails if it is found out by an engine."""
     assert run(tiny_model, text_files, "--also", "prompt_lookup,jumps") == 2
-    assert "--also must be of none" in capsys.readouterr().err
+    assert "--also must be none" in capsys.readouterr().err
 
 
 def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:
