@@ -57,7 +57,7 @@ REFUSED = {
         "breaks: proposer 'specplugins_example.nowhere:Nothing' cannot",
     ),
     "a module that exits": ({"method": "exits"}, "exits: proposer 'specplugins_example.exits:Nothing' cannot be imp"),
-    "another protocol": ({"method": "old"}, "old: protocol_version of specplugins_example:Old must be 1, the version of"),
+    "another protocol": ({"method": "old"}, "old: protocol_version of specplugins_example:Old must be 1, the "),
 }
 
 
