@@ -75,7 +75,9 @@ def _command_line(
         reason = output.getvalue().strip().rpartition("error: ")[2].rstrip(".")
         raise ConfigError(f"vllm serve: {one_line(reason, 300)}.") from None
     asked, tag = given["speculative_config"], given["model_tag"]
-    words = [word for word in serve[2:] if word != tag]
+    words = list(serve[2:])
+    if tag is not None:
+        words.remove(tag)  # once: a flag may have the same value
     return raw if asked is None else asked, tag or model or given["model"], words
 
 
