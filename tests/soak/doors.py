@@ -97,21 +97,23 @@ def run_batch(config: dict[str, Any]) -> list[str]:
     options: list[Any] = [None, {"max_draft": 2}, {"enabled": False}, {"max_draft": -1}, {"tenant": "b"}, "x"]
     with tempfile.TemporaryDirectory() as folder:
         wanted, answered = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
-        plain = {"model": "demo", "prompt": "def f(x):", "max_tokens": 12, "temperature": 0}
-        bodies = [{**plain, "vllm_xargs": {"specplugins": it}} for it in options]
+        messages = [{"role": "user", "content": "def f(x):"}]
+        plain = {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0}
+        bodies = [{**plain, **({"vllm_xargs": {"specplugins": json.dumps(it)}} if it else {})} for it in options]
         lines = [
-            {"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": body}
+            {"custom_id": str(at), "method": "POST", "url": "/v1/chat/completions", "body": body}
             for at, body in enumerate(bodies)
         ]
         wanted.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         command = [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", str(wanted), "-o", str(answered)]
         command += ["--model", str(MODEL), "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
         command += ["--max-model-len", "512", "--speculative-config", json.dumps(config)]
+        command += ["--chat-template", "{{ messages[0].content }}"]
         ran = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=900)
         if ran.returncode or not answered.exists():
             return [f"run-batch ended with {ran.returncode}: {ran.stderr[-400:]}"]
         found = {line["custom_id"]: line for line in map(json.loads, answered.read_text().splitlines())}
-    texts = [found[str(at)]["response"]["body"].get("choices", [{}])[0].get("text") for at in range(3)]
+    texts = [found[str(at)]["response"]["body"]["choices"][0]["message"]["content"] for at in range(3)]
     refused = [found[str(at)]["error"] or found[str(at)]["response"]["status_code"] for at in range(3, len(options))]
     print(f"run-batch: {texts[0]!r}, refused: {refused}", flush=True)
     return [] if len(set(texts)) == 1 and texts[0] else [f"run-batch: {texts}"]
