@@ -122,7 +122,8 @@ def measure(
         speed = speed_so_far(turns) if index > 1 else "warming up"  # after whole rounds
         for task in tasks:
             cell = Cell(task.name, 1, 0.0)
-            advance(f"measuring {task.name}, minute {(time.monotonic() - began) / 60:.1f} of {args.minutes:g}, {speed}")
+            minutes = f"{(time.monotonic() - began) / 60:.1f} of about {args.minutes:g}"
+            advance(f"measuring {task.name}, minute {minutes}, {speed}")
             asked = {"prompts": prompts_of(task, index), "max_tokens": args.tokens, "salt": f"{cell}, round {index}"}
             traffic = Traffic(**asked, temperature=0.0, at_a_time=1)
             order = names[index % len(names) :] + names[: index % len(names)]  # who goes first may matter

@@ -104,7 +104,7 @@ def note_launches(llm: Any) -> None:
 
 
 def note_launch(kernel: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Counts what a kernel launches whose reference runs in its place."""
+    """Records the launches that a kernel would make, when its reference runs in its place."""
     from launch_keys import form_of, recorded, variant
 
     form = kernel.__module__, kernel.__name__, form_of((arguments, tuple(sorted(named.items()))))

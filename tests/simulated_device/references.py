@@ -1,5 +1,5 @@
-"""The references of our operations in the place of their kernels, as single launches. A kernel takes up to a second a
-step in Triton's interpreter; that it does what its reference does is what tests/kernels and the device's files test."""
+"""Runs the reference of each of our operations as a single launch, in place of its kernel, which takes up to a second a
+step in Triton's interpreter. Other tests compare each kernel with its reference (tests/kernels, test_simulated_*)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +18,11 @@ PACKAGES = "acceptance", "budget", "history_match", "rejection.adjust", "rounds.
 
 
 def patch_kernels(patches: Any, note: Callable[..., None]) -> None:
-    """Replaces our operations' kernels. `note(fused, *arguments)` hears of each call that one of them would have had,
-    but for those that verify.
+    """Replaces our operations' kernels by their references.
 
     Args:
         patches: pytest's MonkeyPatch.
+        note: called as note(fused, *arguments) with each kernel that a reference replaces, except those that verify.
     """
     patch_verification(patches)
     for name in PACKAGES:
@@ -31,7 +31,7 @@ def patch_kernels(patches: Any, note: Callable[..., None]) -> None:
 
 
 def patch_verification(patches: Any) -> None:
-    """Replaces those alone that verify."""
+    """Replaces only the kernels that verify."""
     from vllm_specplugins.kernels import rejection
     from vllm_specplugins.kernels.rejection import reference, step
 
@@ -48,7 +48,7 @@ def patch_verification(patches: Any) -> None:
 
 
 def as_launch(operation: Callable[..., Any], name: str = "reference") -> Callable[..., Any]:
-    """The operation as a kernel, which an open tape records as one step."""
+    """Wraps an operation so that an open tape records it as one step."""
 
     def run(*arguments: Any, **named: Any) -> Any:
         results: list[Any] = []
