@@ -131,17 +131,12 @@ def launches_are_checked() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=RUNNER == "v2")
-def whole_drafts() -> Iterator[None]:
-    """Schedulers ask for K tokens: what a step takes says nothing in an interpreter."""
-    from vllm_specplugins.gate import common_length
-    from vllm_specplugins.gate.step_times import StepTimes
+def chosen_lengths() -> Iterator[None]:
+    """The scheduler chooses lengths by a clock of a device whose steps take as long with any number of tokens: what a
+    step takes in an interpreter says nothing. Most steps therefore draft K tokens, and trials fewer."""
+    from simulated_device.clock import timed_steps
 
-    class Whole(StepTimes):
-        def choose(self, num_reqs: int, num_lengths: int = 0) -> int:
-            return self.lengths[-1]
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(common_length, "StepTimes", Whole)
+    with timed_steps(lambda num_tokens: 8.0):
         yield
 
 

@@ -15,16 +15,8 @@ from recorded import runner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_specplugins.engine.v2.scheduler import PlannedScheduler, StepLengths
-from vllm_specplugins.gate import common_length
-from vllm_specplugins.gate.step_times import StepTimes
 
 K, NUM_TOKENS = 5, 24
-
-
-@pytest.fixture(autouse=True)
-def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths are chosen, unlike in the tests of engines (conftest.whole_drafts)."""
-    monkeypatch.setattr(common_length, "StepTimes", StepTimes)
 
 
 class Played:

@@ -25,8 +25,7 @@ def timed_steps(step_ms: Callable[[int], float]) -> Iterator[StepClock]:
     """Engines that start within choose the lengths of drafts themselves, from the times of such a device."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_specplugins.gate import common_length
-    from vllm_specplugins.gate.step_times import StepTimes
+    from vllm_specplugins.gate.common_length import CommonLength
 
     clock, execute_model = StepClock(step_ms), GPUModelRunner.execute_model
 
@@ -34,10 +33,9 @@ def timed_steps(step_ms: Callable[[int], float]) -> Iterator[StepClock]:
         clock.run(scheduler_output.total_num_scheduled_tokens)
         return execute_model(self, scheduler_output, *args, **kwargs)
 
-    init: Any = common_length.CommonLength.__init__
+    init: Any = CommonLength.__init__
     defaults = init.__defaults__
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(common_length, "StepTimes", StepTimes)
         patches.setattr(GPUModelRunner, "execute_model", timed)
         init.__defaults__ = clock, *defaults[1:]
         try:
