@@ -175,6 +175,10 @@ class _Adapter:
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
         request_ids = [input_batch.req_ids[row] for row in rows]
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
+        if is_off(scheduler_output):
+            self._barrier.count(self._feedback(request_ids, num_accepted, scheduler_output))
+            self._drafted_at = time.perf_counter()
+            return [[] for _ in sampled_token_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]
         batch = DraftBatch(
@@ -184,10 +188,6 @@ class _Adapter:
             options=[request.limits.options for request in requests],
             prompt_lengths=[request.limits.num_prompt_tokens for request in requests],
         )
-        if is_off(scheduler_output):
-            self._barrier.count(self._feedback(request_ids, num_accepted, scheduler_output))
-            self._drafted_at = time.perf_counter()
-            return [[] for _ in sampled_token_ids]
         offer = None
         if self._built_in is not None:
             offer = self._built_in.draft(batch, num_accepted, rows, scheduler_output, sampled_token_ids, *step)
