@@ -1,6 +1,5 @@
 """What Triton's interpreter lacks for vLLM's kernels; its launches as the device's."""
 
-import inspect
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from simulated_device import tape
 from simulated_device.operations import tensors
 from simulated_device.patches import Patches
 from simulated_device.quick_interpreter import quick_interpreter
-from simulated_device.slot_mappings import compute_slot_mappings
+from simulated_device.vllm_kernels import in_numpy
 
 
 def patch_interpreter(patches: Patches) -> None:
@@ -33,7 +32,7 @@ def patch_interpreter(patches: Patches) -> None:
         return mask
 
     patches.enter_context(quick_interpreter())
-    patch_slot_mappings(patches)
+    patch_vllm_kernels(patches)
     patches.set(builder, "create_masked_load", create_masked_load)
     patches.set(builder, "create_masked_store", create_masked_store)
     patch_profile_run(patches)
@@ -41,15 +40,14 @@ def patch_interpreter(patches: Patches) -> None:
     patches.set(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=lambda x: tl.log(1.0 + x)))
 
 
-def patch_slot_mappings(patches: Patches) -> None:
+def patch_vllm_kernels(patches: Patches) -> None:
     from triton.runtime.interpreter import InterpretedFunction
-    from vllm.v1.worker.gpu.block_table import _compute_slot_mappings_kernel
 
     original = InterpretedFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if self is _compute_slot_mappings_kernel and not warmup:
-            return compute_slot_mappings(grid, **inspect.getcallargs(self.fn, *args, **kwargs))
+        if not warmup and (function := in_numpy(self)) is not None:
+            return function(grid, *args, **kwargs)
         return original(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     patches.set(InterpretedFunction, "run", run)
