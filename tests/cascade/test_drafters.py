@@ -328,7 +328,7 @@ def test_log_line() -> None:
     feedback = Feedback(batch.request_ids, draft.num_draft, np.minimum(draft.num_draft, 1))
     proposer.observe(feedback)
     barrier = FaultBarrier(proposer, VOCAB_SIZE, K, None)
-    barrier.count(feedback)
+    barrier.counters.add(feedback)
     words = barrier.totals().summary()
     assert f"drafted {draft.num_draft.sum()}, accepted {np.minimum(draft.num_draft, 1).sum()}; " in words
     assert re.search(r"stage 0 prompt_lookup: drafted \d+, kept \d+, accepted \d+, \d+ ms; stage 1 early_exit: ", words)

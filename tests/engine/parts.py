@@ -50,7 +50,7 @@ def learning(folder: Path, method: str = "jump", **config: Any) -> dict[str, Any
 
 def learner_of(llm: Any) -> Any:
     """The engine's; it learns in this thread, when it is asked to, and no more in its own."""
-    learner = llm.llm_engine.model_executor.driver_worker.worker._barrier.proposer.training
+    learner = llm.llm_engine.model_executor.driver_worker.worker._session.barrier.proposer.training
     if learner._thread.ident is None:
         learner._thread = Thread(target=lambda: None)
         learner._thread.start()

@@ -24,7 +24,7 @@ def drafts_pay(llm: Any, token_ms: float = 0.001) -> None:
     """Costs of steps as of a device on which drafts pay, for who trims them, in place of a simulation's times."""
     verify_ms = [(n, 8 + token_ms * n) for n in range(1, 4097)]
     runner(llm).adaptive_verification.set_cost_curves([(1, 0.1), (8, 0.1)], verify_ms)
-    if budget := llm.llm_engine.model_executor.driver_worker.worker._barrier.budget:
+    if budget := llm.llm_engine.model_executor.driver_worker.worker._session.budget:
         budget._prices = Prices()  # contexts are free
 
 

@@ -98,8 +98,8 @@ class Offers:
             self._ours, self._draft_step = ours, ours._draft_step
             monkeypatch.setattr(ours, "_draft_step", self._seen)
             return
-        self._propose = worker._barrier.propose
-        monkeypatch.setattr(worker._barrier, "propose", self._watched)
+        self._propose = worker._session.propose
+        monkeypatch.setattr(worker._session, "propose", self._watched)
 
     def _watched(self, batch: Any, feedback: Any) -> Any:
         if batch.offer is None:
@@ -254,7 +254,7 @@ def test_extended_and_gated(engine: Any, prompts: Any, expected: Any, monkeypatc
     arguments = {**arguments, "async_scheduling": False}
     lookup = {"method": "suffix_lookup"} if RUNNER == "v2" else LOOKUP
     llm = engine(beside_lookup(lookup, gate="auto"), model=str(checkpoint("llama")), **arguments)
-    proposer = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._barrier.proposer
+    proposer = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._session.barrier.proposer
     told_ms = []
 
     def steady(told: list[float]) -> list[float]:

@@ -96,7 +96,7 @@ def test_ids_on_v2() -> None:
 
     calls: list[str] = []
     speculator: Any = SimpleNamespace(is_off=False, runs_target=False, num_speculative_steps=2, readings=None)
-    speculator.barrier, speculator._last_hidden_states = SimpleNamespace(is_warming_up=False), None
+    speculator.session, speculator._last_hidden_states = SimpleNamespace(is_warming_up=False), None
     speculator.draft_tokens = torch.zeros(2, 2, dtype=torch.int64)
     speculator._rehearse = lambda *_: calls.append("rehearses")
     speculator._draft_step = lambda *_: calls.append("drafts")

@@ -90,14 +90,14 @@ def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
     steps = worker.execute_model, worker.sample_tokens
 
     def warm_up(_: Any) -> bool:
-        assert speculator.barrier.is_warming_up
+        assert speculator.session.is_warming_up
         assert worker.model_runner.scheduler_config.max_num_seqs == 1
         return run_mixed_prefill_decode_warmup(worker.model_runner, *steps, 8, req_id_prefix="any")
 
     monkeypatch.setattr(memory, "get_max_chunk_logits", lambda vocab_size: 2 * K)  # rows, for less than two requests
     [theirs, *_] = [kind for kind in type(worker).__mro__ if kind.__module__.startswith("vllm.")]
     monkeypatch.setattr(theirs, "compile_or_warm_up_model", warm_up)
-    assert worker.compile_or_warm_up_model() is True and not speculator.barrier.is_warming_up
+    assert worker.compile_or_warm_up_model() is True and not speculator.session.is_warming_up
     assert worker.model_runner.scheduler_config is worker.scheduler_config
     assert layers.num_calls > 0 or replays(speculator._graphs) > replayed
     assert llm.collective_rpc("specplugins_stats")[0] == before

@@ -49,7 +49,7 @@ def plant(worker: Any, name: str) -> None:
     """Runs in the worker: another proposer behind a barrier as good as new."""
     vocab_size = worker.model_config.get_vocab_size()
     act, kind = HOSTILE[name]
-    FaultBarrier.__init__(worker._barrier, HostileProposer(act, 2), vocab_size, K, budget_of(kind))
+    FaultBarrier.__init__(worker._session.barrier, HostileProposer(act, 2), vocab_size, K, budget_of(kind))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +69,7 @@ def plant_scripted(worker: Any) -> None:
     """Runs in the worker: a proposer that drafts what a request's options say."""
     vocab_size = worker.model_config.get_vocab_size()
     scripted = Scripted({}, SimpleNamespace(vocab_size=vocab_size, max_num_draft=K))  # type: ignore[arg-type]
-    FaultBarrier.__init__(worker._barrier, scripted, vocab_size, K, budget_of(None))
+    FaultBarrier.__init__(worker._session.barrier, scripted, vocab_size, K, budget_of(None))
 
 
 def test_session(engine_of_one: Any, expected: Any) -> None:
@@ -118,12 +118,12 @@ def plant_oracle(worker: Any, texts: list[list[int]]) -> None:
     vocab_size = worker.model_config.get_vocab_size()
     context = ProposerContext(vocab_size, 1024, 8, K, lambda text: [])
     cascade = Cascade(behind_gate(parse_config({**CUSTOM, **COMMON})), context, [Oracle(texts)])
-    FaultBarrier.__init__(worker._barrier, cascade, vocab_size, K, None)
+    FaultBarrier.__init__(worker._session.barrier, cascade, vocab_size, K, None)
 
 
 def questions(worker: Any) -> tuple[int, int]:
     """Runs in the worker: those that were asked, and those that the gate spared."""
-    [stage] = worker._barrier.proposer._stages
+    [stage] = worker._session.barrier.proposer._stages
     return stage.proposer.num_asked, stage.num_spared
 
 
@@ -141,7 +141,7 @@ def test_a_class_that_is_right_is_asked(engine_of_one: Any) -> None:
 
 def plant_in_cascade(worker: Any, name: str) -> None:
     """Runs in the worker: the cascade's custom stage becomes hostile, and is forgiven what it did before."""
-    cascade = worker._barrier.proposer
+    cascade = worker._session.barrier.proposer
     stage, guard = cascade._stages[0].proposer, cascade._guards[0]
     stage.act, stage.step = HOSTILE[name][0], 0
     while guard._thread.is_busy:
@@ -150,8 +150,8 @@ def plant_in_cascade(worker: Any, name: str) -> None:
     guard._budget_ms = budget_of(HOSTILE[name][1])
     counters = cascade._stages[0].counters
     counters.faults, counters.switched_off, counters.times_switched_off = {}, False, 0
-    FaultBarrier.__init__(worker._barrier, cascade, worker.model_config.get_vocab_size(), K, None)
-    assert worker._barrier.counters == Counters()
+    FaultBarrier.__init__(worker._session.barrier, cascade, worker.model_config.get_vocab_size(), K, None)
+    assert worker._session.barrier.counters == Counters()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="as on V1, and slow through the interpreter")

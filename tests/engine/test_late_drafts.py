@@ -14,6 +14,7 @@ from conftest import FEW, RUNNER, counted, spec_metrics
 from recorded import runner
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.v2.feedback.report import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators import late
@@ -67,7 +68,7 @@ class Steps:
         self.barrier = FaultBarrier(self.proposer, MOST_TOKENS, K, budget_ms)
         self.late = late.LateDrafts(self.states, K, MOST_TOKENS, torch.device("cpu"))
         self.late.guard = self.barrier.guard
-        self.barrier.late = self.late
+        self.session = Session(self.barrier, late=self.late)
 
     def add(self, name: str, slot: int, num_tokens: int = 10, prompt: Any = TEXT) -> None:
         self.states.req_id_to_index[name] = slot
@@ -173,7 +174,7 @@ def test_the_last_tokens_come_before_forgetting(steps: Steps) -> None:
     assert steps.proposer.seen == [{"a": 11, "b": 31}], "nothing has come"
     for arrived in steps.on_their_way:
         arrived[0] = True
-    steps.barrier.settle()
+    steps.session.settle()
     assert steps.proposer.seen[1:] == [{"a": 16, "b": 32}, ("forget", "a")]
     steps.sample(1, "a")
     steps.step()
@@ -216,7 +217,7 @@ def test_where_nothing_is_drafted(steps: Steps) -> None:
     for _ in range(late.MAX_UNREAD + 1):
         steps.sample(1, "a")
         time.sleep(0.001)
-    steps.barrier.settle()
+    steps.session.settle()
     assert steps.proposer.seen[-1]["a"] == 12 + late.MAX_UNREAD and len(steps.proposer.seen) < 5
     assert steps.late._requests.keys() == {"a", "b"}
 
@@ -291,13 +292,13 @@ def test_one_that_fails(served: Any, prompts: Any, plainly: Any, kind: str) -> N
     speculator = runner(served).speculator
     vocab_size = served.llm_engine.model_config.get_vocab_size()
     proposer, release = Oracle(), threading.Event()
-    FaultBarrier.__init__(speculator.barrier, proposer, vocab_size, K, 200 if kind == "hangs" else 60_000)
-    speculator.barrier.late, speculator.lookups.late.guard = speculator.lookups.late, speculator.barrier.guard
-    speculator.barrier.tally = speculator.tally
+    barrier = speculator.session.barrier
+    FaultBarrier.__init__(barrier, proposer, vocab_size, K, 200 if kind == "hangs" else 60_000)
+    speculator.late.guard = barrier.guard
     proposer.before = release.wait if kind == "hangs" else lambda: 1 / 0
     assert generate(served, prompts, [8], max_tokens=NUM_TOKENS) == plainly
     release.set()
-    assert speculator.barrier.counters.faults == {kind: 1 if kind == "hangs" else MAX_FAULTS}
+    assert barrier.counters.faults == {kind: 1 if kind == "hangs" else MAX_FAULTS}
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_learns_in_an_engine(
     after = llm.collective_rpc("specplugins_stats")[0]
     assert after["faults"] == {}
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    shown = worker._reporter._report(worker._barrier.totals()) | worker._reporter._shown
+    shown = worker._reporter._report(worker._session.totals()) | worker._reporter._shown
     name = config["method"]
     assert shown[f"learned_length\t0 {name}\tserving"] > shown[f"learned_length\t0 {name}\tloaded"] >= 1
     assert worker._reporter._sent[f"learned\t0 {name}\tpromotions"] > 0 < shown[f"store_bytes\t0 {name}"]

@@ -16,6 +16,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.metrics.export import Exporter
 from vllm_specplugins.engine.metrics.names import PREFIX
 from vllm_specplugins.engine.metrics.report import Reporter
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation import faults as fault_causes
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import CAUSES
@@ -51,10 +52,14 @@ class Clock:
         return self.now
 
 
-def step(barrier: FaultBarrier, ids: list[str], limits: list[int], drafted: list[int], accepted: list[int]) -> None:
+def session_of_two() -> Session:
+    return Session(FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000))
+
+
+def step(session: Session, ids: list[str], limits: list[int], drafted: list[int], accepted: list[int]) -> None:
     tokens = [np.array([1, 2], np.int32) for _ in ids]
     batch = DraftBatch(ids, tokens, np.array(limits, np.int32), [{} for _ in ids])
-    barrier.propose(batch, Feedback(ids, np.array(drafted, np.int32), np.array(accepted, np.int32)))
+    session.propose(batch, Feedback(ids, np.array(drafted, np.int32), np.array(accepted, np.int32)))
 
 
 def output() -> SimpleNamespace:
@@ -68,12 +73,12 @@ def report_of(carrier: Any) -> dict[str, Any]:
 def test_what_is_in_a_report() -> None:
     """Steps by hand. Kills: totals where what was added belongs; a position off by one; a request's rate lost. Fails if
     a step counts in the times of drafting in which no request wanted a draft."""
-    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
-    reporter = Reporter(barrier, "custom")
-    step(barrier, ["a", "b", "c"], [3, 3, 0], [0, 0, 0], [0, 0, 0])
+    session = session_of_two()
+    reporter = Reporter(session, "custom")
+    step(session, ["a", "b", "c"], [3, 3, 0], [0, 0, 0], [0, 0, 0])
     first = report_of(reporter.attach(output(), is_last=True))
-    step(barrier, ["a", "b"], [1, 3], [2, 2], [1, 2])
-    step(barrier, ["a", "b"], [3, 3], [1, 2], [0, 0])  # raises
+    step(session, ["a", "b"], [1, 3], [2, 2], [1, 2])
+    step(session, ["a", "b"], [3, 3], [1, 2], [0, 0])  # raises
     reporter.forget(["b", "c", "unknown"])
     second = report_of(reporter.attach(output(), is_last=True))
 
@@ -91,7 +96,7 @@ def test_what_is_in_a_report() -> None:
     }  # fmt: skip
     assert second["request_acceptance_rate"] == [0.5]
     assert len(first["step_draft_time_seconds"]) == 1 and 0 < second["step_draft_time_seconds"][0] < 1
-    step(barrier, ["a"], [0], [0], [0])
+    step(session, ["a"], [0], [0], [0])
     third = report_of(reporter.attach(output(), is_last=True))
     assert third["draft_lengths\t0"] == 1 and not any("seconds" in series for series in third)
 
@@ -101,9 +106,9 @@ def test_when_a_report_is_due() -> None:
     Kills: a report at each step, whatever it costs; a shared output that carries one report for ever.
     """
     clock = Clock()
-    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
-    reporter = Reporter(barrier, "custom", clock)
-    step(barrier, ["a"], [3], [0], [0])
+    session = session_of_two()
+    reporter = Reporter(session, "custom", clock)
+    step(session, ["a"], [3], [0], [0])
     reporter._not_before = clock.now + 1
     assert reporter.attach(output()).ec_connector_output is None
     clock.now += 2
@@ -112,7 +117,7 @@ def test_when_a_report_is_due() -> None:
     assert reporter.attach(arrives_later) is arrives_later
     assert report_of(late)[f"drafted_tokens\t{STAGE}"] == 2
     assert reporter.attach(output()).ec_connector_output is None, "nothing new"
-    step(barrier, ["a"], [3], [2], [2])
+    step(session, ["a"], [3], [2], [2])
     shared = output()
     assert report_of(reporter.attach(shared, is_last=True))[f"num_accepted_tokens\t{STAGE}"] == 2
     assert shared.ec_connector_output is None
@@ -121,9 +126,9 @@ def test_when_a_report_is_due() -> None:
 def test_a_report_that_is_shown_here() -> None:
     """Fails if a report goes to vLLM's front end, too, where the worker shows it."""
     shown: list[Any] = []
-    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
-    reporter = Reporter(barrier, "custom", show=shown.append)
-    step(barrier, ["a"], [3], [0], [0])
+    session = session_of_two()
+    reporter = Reporter(session, "custom", show=shown.append)
+    step(session, ["a"], [3], [0], [0])
     same = output()
     assert reporter.attach(same) is same and same.ec_connector_output is None
     assert shown[0][f"drafted_tokens\t{STAGE}"] == 2
@@ -131,10 +136,10 @@ def test_a_report_that_is_shown_here() -> None:
 
 def test_a_report_that_fails() -> None:
     """It is the last one. Kills: an engine that dies of its metrics."""
-    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
-    reporter = Reporter(barrier, "custom")
-    step(barrier, ["a"], [3], [0], [0])
-    barrier.counters.draft_lengths = None  # type: ignore[assignment]
+    session = session_of_two()
+    reporter = Reporter(session, "custom")
+    step(session, ["a"], [3], [0], [0])
+    session.barrier.counters.draft_lengths = None  # type: ignore[assignment]
     for _ in range(2):
         same = output()
         assert reporter.attach(same, is_last=True) is same and same.ec_connector_output is None

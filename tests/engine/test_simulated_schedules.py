@@ -102,7 +102,7 @@ def kept(llm: Any) -> dict[str, int]:
     llm.generate({"prompt_token_ids": [5, 6, 7]}, params(False, 3), use_tqdm=False)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     ours = getattr(runner.speculator, "specplugins", runner.speculator)
-    roots = ours, runner.draft_tokens_handler, ours.barrier, runner.rejection_sampler
+    roots = ours, runner.draft_tokens_handler, ours.session, runner.rejection_sampler
     return {path: size for path, size in sizes(*roots).items() if not path.endswith(BOUNDED)}
 
 

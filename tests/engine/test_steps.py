@@ -9,6 +9,7 @@ from conftest import RUNNER
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.metrics.steps import BURST, DRAFTING, StepTotals, StepWatch
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -143,8 +144,8 @@ class Gated(Even):
 )
 def test_why_a_proposer_drafts_nothing(kind: Any, token: int, limit: int, reason: str | None) -> None:
     """Kills: a gate that is blamed where the proposer had no draft; a reason that stays after a draft."""
-    barrier = FaultBarrier(kind(), vocab_size=100, max_num_draft=3, time_budget_ms=None)
+    session = Session(FaultBarrier(kind(), vocab_size=100, max_num_draft=3, time_budget_ms=None))
     for newest in (1, token):
         batch = DraftBatch(["a"], [np.array([5, newest], np.int32)], np.array([limit], np.int32), [{}])
-        barrier.propose(batch, Feedback(["a"], np.zeros(1, np.int32), np.zeros(1, np.int32)))
-    assert barrier.undrafted == reason
+        session.propose(batch, Feedback(["a"], np.zeros(1, np.int32), np.zeros(1, np.int32)))
+    assert session.undrafted == reason

@@ -44,7 +44,7 @@ class Base:
 class Worker(worker._WithProposer, Base):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self._barrier = SimpleNamespace(emitted=None, log=lambda: None, is_warming_up=False)  # type: ignore[assignment]
+        self._session = SimpleNamespace(emitted=None, log=lambda: None, is_warming_up=False)  # type: ignore[assignment]
         forget = lambda request_ids: self.events.append("forgets")  # noqa: E731
         self._reporter = SimpleNamespace(forget=forget, steps=SimpleNamespace(add=lambda steps: None))  # type: ignore[assignment]
         self._reports = False
@@ -64,7 +64,7 @@ def test_rates_before_slots_are_reused() -> None:
 def test_a_learner_after_loading() -> None:
     """Kills: copies that learning makes in the memory of vLLM's weights, which a sleep of level 2 empties."""
     made = Worker()
-    made._barrier.when_loaded = lambda: made.events.append("learns")
+    made._session.when_loaded = lambda: made.events.append("learns")
     made.load_model(load_dummy_weights=True)
     assert made.events == ["loads", "learns"]
 
@@ -92,13 +92,13 @@ def test_the_mark_of_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     made.use_v2_model_runner = False
     made._reporter.method, made._reporter.drop = "any", lambda: None
     monkeypatch.setattr(worker, "tell_states", lambda *_: None)
-    monkeypatch.setattr(made, "_happens", lambda event: marks.append(made._barrier.is_warming_up))
+    monkeypatch.setattr(made, "_happens", lambda event: marks.append(made._session.is_warming_up))
     made.compile_or_warm_up_model()
-    assert marks == [True] and not made._barrier.is_warming_up
+    assert marks == [True] and not made._session.is_warming_up
     monkeypatch.setattr(made, "_happens", lambda event: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.compile_or_warm_up_model()
-    assert not made._barrier.is_warming_up
+    assert not made._session.is_warming_up
 
 
 @pytest.mark.parametrize("is_built", [True, False])

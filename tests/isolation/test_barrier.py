@@ -18,6 +18,7 @@ from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
 from vllm_specplugins.counters import RequestRates
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.exchange import for_proposer, rows_of
 from vllm_specplugins.isolation.faults import (
@@ -328,6 +329,7 @@ def test_state_is_bounded() -> None:
     hangs, pauses."""
     release = threading.Event()
     barrier = guard(Scripted(lambda: release.wait() and GOOD), budget_ms=50)
+    session = Session(barrier)
 
     def sizes() -> int:
         held = barrier.guard
@@ -335,7 +337,7 @@ def test_state_is_bounded() -> None:
 
     for index in range(1000):
         barrier.forget([str(index)])
-        barrier.count(feedback())
+        session.count(feedback())
     assert step(barrier, DraftBatch([], [], np.zeros(0, np.int32), [])) == [] and sizes() == 0, "nobody is asked"
     step(barrier)
     for index in range(1000):  # it hangs
@@ -350,10 +352,10 @@ def test_a_pause_is_no_part_of_a_step() -> None:
     told = []
     proposer = Scripted(lambda: GOOD)
     proposer.observe = lambda feedback: told.append(feedback.step_ms)  # type: ignore[method-assign]
-    barrier = guard(proposer)
+    session = Session(guard(proposer))
     for paused_ms, step_ms in ((700.0, 900.0), (0.0, 200.0), (500.0, None), (0.0, 200.0)):
-        barrier.paused_ms += paused_ms
-        barrier.propose(batch(), replace(feedback(), step_ms=step_ms))
+        session.paused_ms += paused_ms
+        session.propose(batch(), replace(feedback(), step_ms=step_ms))
     assert told == [200.0, 200.0, None, 200.0]
 
 
@@ -449,13 +451,14 @@ def test_a_filter_that_raises(error: type[BaseException]) -> None:
         raise error("planted")
 
     barrier = guard(Scripted(raises))
+    session = Session(barrier)
     logger.addFilter(raises_too)
     try:
         for _ in range(MAX_FAULTS + 1):
             assert step(barrier) == [0, 0]
-        barrier._logged_at = -1e9
+        session._logged_at = -1e9
         if error is ValueError:
-            barrier.log()
+            session.log()
     finally:
         logger.removeFilter(raises_too)
     assert barrier.counters.faults == {RAISED: MAX_FAULTS} and barrier.counters.switched_off

@@ -19,6 +19,7 @@ from vllm_specplugins.engine.metrics.export import shown_on
 from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.switch import NONE, checked_mode, is_off
 from vllm_specplugins.engine.vllm_api.compat import untested_version
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -72,12 +73,13 @@ class _WithProposer:
             return self._become_plain(problem)
         speculator = getattr(self.model_runner, "speculator", None)
         build = getattr(getattr(speculator, "specplugins", speculator), "new_proposer", None)
-        self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
-        runner.attach(self.model_runner, self._barrier)
-        method = self.vllm_config.speculative_config.plugin_config.method
+        config = self.vllm_config.speculative_config.plugin_config
+        barrier, forces = guarded_proposer(self.vllm_config, self.model_runner.device, build), forces_tokens(config)
+        self._session = Session(barrier, forcing_stage=forces.index(True) if True in forces else 0)
+        runner.attach(self.model_runner, self._session)
         address = address_of(self.vllm_config) if gives_output() else None
         show = shown_on(address, self.vllm_config) if address else None
-        self._reporter = Reporter(self._barrier, method, show=show)
+        self._reporter = Reporter(self._session, config.method, show=show)
         self._reports = bool(show) or self.vllm_config.ec_transfer_config is None  # see metrics/report.py
 
     def _become_plain(self, problem: str) -> None:
@@ -91,7 +93,7 @@ class _WithProposer:
 
     def load_model(self, **arguments: Any) -> None:
         super().load_model(**arguments)  # type: ignore[misc]
-        self._barrier.when_loaded()  # a sleep of level 2 empties the memory that vLLM gave its own `load_model`
+        self._session.when_loaded()  # a sleep of level 2 empties the memory that vLLM gave its own `load_model`
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
@@ -100,7 +102,7 @@ class _WithProposer:
             from vllm_specplugins.engine.v2 import memory
 
             fewer["scheduler_config"] = memory.for_warm_up(self.model_runner)
-        with replaced(self._barrier, {"is_warming_up": True}), replaced(self.model_runner, fewer):
+        with replaced(self._session, {"is_warming_up": True}), replaced(self.model_runner, fewer):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self._reporter.drop()
         return times
@@ -114,14 +116,14 @@ class _WithProposer:
             return self._sample_tokens(grammar_output)
 
     def _execute_model(self, scheduler_output: Any) -> Any:
-        self._barrier.emitted = getattr(scheduler_output, EMITTED, self._barrier.emitted)  # vLLM's warm-up has none
+        self._session.emitted = getattr(scheduler_output, EMITTED, self._session.emitted)  # vLLM's warm-up has none
         if scheduler_output.finished_req_ids:  # before a new request has the slot of a finished one
             self._reporter.forget(scheduler_output.finished_req_ids)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
         if is_idle:
-            self._barrier.totals()  # begins to copy the device's counts
-            self._barrier.settle()
+            self._session.totals()  # begins to copy the device's counts
+            self._session.settle()
         self._reporter.steps.add(getattr(scheduler_output, STEPS, {}))
         self._reporter.is_off = is_off(scheduler_output)
         if output is None or not is_idle or not self._reports:
@@ -130,7 +132,7 @@ class _WithProposer:
 
     def _sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        self._barrier.log()
+        self._session.log()
         if output is None:
             return None
         self._reporter.note(getattr(output, "model_runner_output", output))
@@ -139,8 +141,8 @@ class _WithProposer:
     def shutdown(self) -> None:
         """Saves the files of our stages before vLLM ends, possibly before `init_device` has run."""
         try:
-            if hasattr(self, "_barrier"):
-                self._barrier.settle()
+            if hasattr(self, "_session"):
+                self._session.settle()
             for _, stage in self._stages() if hasattr(self, "_reporter") else ():
                 if is_ours(stage, "close"):
                     stage.close()
@@ -150,19 +152,19 @@ class _WithProposer:
             super().shutdown()  # type: ignore[misc]
 
     def _stages(self) -> list[tuple[str, Any]]:
-        return stages_of(self._barrier.proposer, self._reporter.method)
+        return stages_of(self._session.barrier.proposer, self._reporter.method)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Limits drafts to the context that vLLM fits to its memory (`--max-model-len auto`)."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
-        for _, stage in stages_of(self._barrier.proposer, ""):
+        for _, stage in stages_of(self._session.barrier.proposer, ""):
             if is_ours(stage, "set_max_model_len"):
                 stage.set_max_model_len(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (counters.Counters) as a dictionary, for `LLM.collective_rpc`."""
-        self._barrier.totals()  # begins to copy the device's counts
-        return asdict(self._barrier.net_totals())
+        self._session.totals()  # begins to copy the device's counts
+        return asdict(self._session.net_totals())
 
     def specplugins_steps(self) -> list[dict[str, Any]]:
         """Decoding steps by shape, and those without a draft by reason (metrics/steps.py), for `LLM.collective_rpc`."""
@@ -175,14 +177,14 @@ class _WithProposer:
 
     def specplugins_paused(self, ms: float) -> None:
         """Subtracts a pause of the engine from the gate's step times, for `LLM.collective_rpc`."""
-        self._barrier.paused_ms += ms
+        self._session.paused_ms += ms
 
     def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:
         """The sizes of the stores of earlier outputs, by stage, after the action "reset", "save" or "stats" (none), for
         `LLM.collective_rpc("specplugins_store", args=("reset",))`. Raises ValueError for another action."""
         if action not in ("stats", "reset", "save"):
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
-        self._barrier.settle()
+        self._session.settle()
         stats = {}
         for name, proposer in self._stages():
             if action == "reset" and is_ours(proposer, "reset_store"):
@@ -228,7 +230,6 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
     if not speculative_config.plan.on_device:
         config = behind_gate(config)
     # A call into the target belongs to the engine's thread and stream; a cascade puts stages in threads.
-    forces = forces_tokens(config)
     in_thread = not (speculative_config.runs_target or config.stages) and (not build or speculative_config.plan.is_late)
     return FaultBarrier(
         (build or build_proposer)(config, context),
@@ -237,7 +238,6 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
         time_budget_ms=config.common.time_budget_ms if in_thread else None,
         name=config.method,
         ends_process=speculative_config.runs_target and context.num_ranks > 1,
-        forcing_stage=forces.index(True) if True in forces else 0,
     )
 
 

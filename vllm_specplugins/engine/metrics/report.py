@@ -16,7 +16,7 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.engine.metrics.names import COUNTS, GAUGES, HEALTH, REPORT, SEPARATOR, key
 from vllm_specplugins.engine.metrics.steps import DRAFTING, StepTotals
-from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
@@ -43,10 +43,10 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
 
 
 class Reporter:
-    """Reports the counters of a worker's barrier; `show`, if given, receives the reports instead of vLLM."""
+    """Reports the counters of a worker's session; `show`, if given, receives the reports instead of vLLM."""
 
-    def __init__(self, barrier: FaultBarrier, method: str, clock: Clock = time.perf_counter, show: Show = None):
-        self._barrier = barrier
+    def __init__(self, session: Session, method: str, clock: Clock = time.perf_counter, show: Show = None):
+        self._session = session
         self._show = show
         self.method = method
         self._clock = clock
@@ -62,19 +62,19 @@ class Reporter:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Records the acceptance rates of finished requests."""
-        for rate in self._barrier.rates.take(request_ids):
+        for rate in self._session.rates.take(request_ids):
             self._observe("request_acceptance_rate", rate)
 
     def note(self, carrier: Any) -> None:
         """Sends the facts of a step's drafting to the scheduler."""
-        last_ms, self._noted_ms = self._noted_ms, self._barrier.counters.propose_ms
-        setattr(carrier, DRAFTING, ((self._noted_ms - last_ms) / 1000, self._barrier.undrafted))
+        last_ms, self._noted_ms = self._noted_ms, self._session.barrier.counters.propose_ms
+        setattr(carrier, DRAFTING, ((self._noted_ms - last_ms) / 1000, self._session.undrafted))
 
     def drop(self) -> None:
         """Drops the counts of vLLM's warm-up; gauges, such as a store's size, are still reported."""
-        self._barrier.totals()
-        self._report(self._barrier.totals())
-        self._shown, self._noted_ms = {}, self._barrier.counters.propose_ms
+        self._session.totals()
+        self._report(self._session.totals())
+        self._shown, self._noted_ms = {}, self._session.barrier.counters.propose_ms
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
         """Adds a report to a step's output if one is due. A failure here affects no request. `output` may be shared by
@@ -94,9 +94,9 @@ class Reporter:
         start = self._clock()
         is_due = is_last or start >= self._not_before
         last_ms, _ = self._taken.get(_STEP, (0.0, 0))
-        if not is_due and self._barrier.counters.propose_ms == last_ms:  # nothing ran on the host
+        if not is_due and self._session.barrier.counters.propose_ms == last_ms:  # nothing ran on the host
             return output
-        counters = self._barrier.totals()
+        counters = self._session.totals()
         self._time_step(counters)
         if not is_due:
             return output
@@ -141,7 +141,7 @@ class Reporter:
             else:
                 now[series] += value
         report: dict[str, Any] = {
-            # A smaller total than before belongs to a new barrier, which counts from 0.
+            # A smaller total than before belongs to a new session, which counts from 0.
             series: total - sent if total > (sent := self._sent.get(series, 0)) else total
             for series, total in now.items()
             if total != self._sent.get(series, 0)
@@ -154,8 +154,8 @@ class Reporter:
 
     def _values(self, counters: Counters) -> Iterator[tuple[str, float]]:
         """Yields totals and gauges, without a call of a user's code."""
-        if self._show is not None and self._barrier.emitted is not None:  # no scheduler sees this report
-            yield key("steps"), self._barrier.emitted[0]
+        if self._show is not None and self._session.emitted is not None:  # no scheduler sees this report
+            yield key("steps"), self._session.emitted[0]
         yield key("drafting_off"), self.is_off
         for length, count in enumerate(counters.draft_lengths):
             yield key("draft_lengths", length), count
@@ -170,11 +170,11 @@ class Reporter:
                         yield key(metric.name, stage, label), count
                 else:
                     yield key(metric.name, stage), value
-        for name, stage in stages_of(self._barrier.proposer, self.method):
+        for name, stage in stages_of(self._session.barrier.proposer, self.method):
             for metric_name, labels, value in stage.series() if is_ours(stage, "series") else ():
                 yield key(metric_name, name, *labels), value
         yield from self.steps.counts.items()
-        for part, seconds in self._barrier.budget.costs().items() if self._barrier.budget else ():
+        for part, seconds in self._session.budget.costs().items() if self._session.budget else ():
             yield key("step_cost_seconds", part), seconds
 
 

@@ -19,6 +19,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.emitted import NEVER, forced_in
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.switch import is_off
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
@@ -27,7 +28,6 @@ from vllm_specplugins.engine.v1.learning import Readings
 from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors, expand_batch_to_tokens, probs_of
-from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import forces_tokens
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Target
@@ -48,10 +48,10 @@ def is_known(runner: Any) -> bool:
     return isinstance(runner, gpu_model_runner.GPUModelRunner)
 
 
-def attach(runner: Any, barrier: FaultBarrier) -> None:
+def attach(runner: Any, session: Session) -> None:
     if not hasattr(runner, "drafter"):  # a pipeline rank that does not draft
         return
-    adapter = _Adapter(runner, barrier)
+    adapter = _Adapter(runner, session)
     runner.drafter.adapter = adapter
     runner.propose_draft_token_ids = adapter.propose_draft_token_ids
     wrap(runner, "_update_states", adapter.update_states)
@@ -84,8 +84,8 @@ class _Adapter:
     verifier: Verifier | None = None  # None: vLLM's
     first_layers: FirstLayers | None = None  # of the target, for a model proposer
 
-    def __init__(self, runner: Any, barrier: FaultBarrier):
-        self._runner, self._barrier = runner, barrier
+    def __init__(self, runner: Any, session: Session):
+        self._runner, self._session = runner, session
         forces = forces_tokens(runner.speculative_config.plugin_config)
         self._forces = any(forces)
         self._reads_history = runner.speculative_config.reads_history
@@ -94,7 +94,7 @@ class _Adapter:
         self._drafts = drafts_here and not all(forces)
         self._built_in = None
         if runner.speculative_config.built_in is not None:
-            self._built_in = built_in.BuiltInDrafter(runner, barrier.proposer)
+            self._built_in = built_in.BuiltInDrafter(runner, session.barrier.proposer)
         self._readings: Readings | None = None
         self._requests: dict[str, _Request] = {}
         # Draws seeds for requests without one, in the order of their arrival: the same on every rank.
@@ -113,9 +113,9 @@ class _Adapter:
         self.first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
 
         def loaded() -> None:
-            self._readings = Readings.of(self._runner, self._barrier.proposer, target)
+            self._readings = Readings.of(self._runner, self._session.barrier.proposer, target)
 
-        self._barrier.when_loaded = loaded
+        self._session.when_loaded = loaded
 
     def compile_exits(self, *args: Any, **kwargs: Any) -> None:
         assert self.first_layers is not None
@@ -126,7 +126,8 @@ class _Adapter:
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         gone |= {new.req_id for new in scheduler_output.scheduled_new_reqs if new.req_id in self._requests}
         if gone:
-            self._barrier.forget(sorted(gone), self._texts_of(gone) if self._barrier.guard.reads_ends else {})
+            barrier = self._session.barrier
+            barrier.forget(sorted(gone), self._texts_of(gone) if barrier.guard.reads_ends else {})
             if self._readings is not None:
                 self._readings.forget(gone)
             for request_id in gone:
@@ -138,7 +139,7 @@ class _Adapter:
             self._runner.input_batch.generators.clear()
             self.verifier.forced = forced_in(scheduler_output)
         if self._forces:
-            self._barrier.forced = forced_in(scheduler_output)
+            self._session.forced = forced_in(scheduler_output)
         return result
 
     def _texts_of(self, request_ids: Iterable[str]) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class _Adapter:
         request_ids = [input_batch.req_ids[row] for row in rows]
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
         if is_off(scheduler_output):
-            self._barrier.count(self._feedback(request_ids, num_accepted, scheduler_output))
+            self._session.count(self._feedback(request_ids, num_accepted, scheduler_output))
             self._drafted_at = time.perf_counter()
             return [[] for _ in sampled_token_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
@@ -196,12 +197,12 @@ class _Adapter:
             NEVER if self._forces and self._is_forced_and_alone(row) else [] for row in range(len(sampled_token_ids))
         ]
         if not self._drafts:
-            self._barrier.count(feedback, len(rows))
+            self._session.count(feedback, len(rows))
             return drafts
         if self._readings is not None and rows:
             self._readings.on_step(batch, rows, num_tokens, num_accepted, step[1], step[-2])
         batch = replace(batch, target=self._target(rows, num_tokens, requests, *step), offer=offer)
-        draft = self._barrier.propose(batch, feedback)
+        draft = self._session.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         self._save_q(batch, draft)
         for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):

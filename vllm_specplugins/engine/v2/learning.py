@@ -27,7 +27,7 @@ def attach(runner: Any, speculator: Any) -> None:
     loaded."""
 
     def loaded(target: nn.Module) -> None:
-        if (learner := new_learner(speculator.barrier.proposer, target, runner.vllm_config)) is None:
+        if (learner := new_learner(speculator.session.barrier.proposer, target, runner.vllm_config)) is None:
             return
         shape = runner.max_num_reqs, runner.num_speculative_steps, runner.model_config.get_hidden_size()
         speculator.readings = Readings(learner, *shape, runner.device, runner.model_config.dtype)

@@ -18,6 +18,7 @@ from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.emitted import VERIFIED, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.masks import apply_short_masks
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.switch import is_off
 from vllm_specplugins.engine.target.layers import map_all_logits
 from vllm_specplugins.engine.v2 import learning, memory
@@ -27,7 +28,6 @@ from vllm_specplugins.engine.v2.speculators.built_in import with_drafter
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
-from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import forces_tokens
 
 
@@ -51,7 +51,7 @@ def is_known(runner: Any) -> bool:
     return isinstance(runner, model_runner.GPUModelRunner)
 
 
-def attach(runner: Any, barrier: FaultBarrier) -> None:
+def attach(runner: Any, session: Session) -> None:
     """Connects our speculator to the runner's requests and steps, and reports true draft lengths to the scheduler."""
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
@@ -59,7 +59,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if hasattr(speculator, "specplugins"):
         wrap(runner, "initialize_kv_cache", partial(_trimming_as, speculator.specplugins, speculator))
         speculator = speculator.specplugins
-    speculator.barrier, barrier.tally = barrier, speculator.tally
+    speculator.session, session.tally = session, speculator.tally
     runner.observability_config = observability_config = copy.copy(runner.observability_config)
     observability_config.cudagraph_metrics = True  # of each step, for metrics/steps.py
     config = runner.speculative_config.plugin_config
@@ -67,7 +67,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
     def add(scheduler_output: Any) -> None:
         slots = runner.req_states.req_id_to_index
-        limits = runner.max_model_len, speculator.reads_tokens, config.num_branches, barrier.is_warming_up
+        limits = runner.max_model_len, speculator.reads_tokens, config.num_branches, session.is_warming_up
         requests = [Request(new, slots[new.req_id], *limits) for new in scheduler_output.scheduled_new_reqs]
         if requests:
             speculator.add(requests)
@@ -75,7 +75,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
                 speculator.readings.add(requests)
         put_forced(runner, scheduler_output)
         if forces:
-            barrier.forced = forced_in(scheduler_output)
+            session.forced = forced_in(scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
         speculator.num_off = speculator.num_off + 1 if is_off(scheduler_output) else 0
@@ -145,15 +145,15 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
     output = _noted(speculator, sample(grammar_output))
     if hasattr(output, "model_runner_output"):
         setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
-        if (budget := speculator.barrier.budget) is not None:
+        if (budget := speculator.session.budget) is not None:
             setattr(output.model_runner_output, VERIFIED, budget.num_verified)
     return output
 
 
 def _noted(speculator: Any, output: Any) -> Any:
-    if speculator.barrier.is_warming_up:
+    if speculator.session.is_warming_up:
         return output
-    for watcher in (speculator.barrier.late, speculator.readings):
+    for watcher in (speculator.late, speculator.readings):
         if watcher is not None and hasattr(output, "model_runner_output"):
             watcher.note(SampledTokens.of(output))
     return output

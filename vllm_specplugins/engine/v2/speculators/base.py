@@ -16,12 +16,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, adapters_of, updates_in_place
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import DRAFT_NOISE
-from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.kernels.steps import newest
 from vllm_specplugins.methods import drafters
@@ -36,7 +36,7 @@ class Speculator(DraftModelSpeculator):
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
     report: DraftReport
-    barrier: FaultBarrier  # set by runner.attach
+    session: Session  # set by runner.attach
     offers: Any = None  # the source of drafts that vLLM's drafter makes for a cascade; set by runner.while_built
     offer: Any = None  # those of this step; None: it failed, or there is none
     runner: Any  # set by `attach`
@@ -45,6 +45,7 @@ class Speculator(DraftModelSpeculator):
     verified: Verified | None = None  # of all slots of requests
     is_off = False  # whether a kernel failed its check, so that nothing is drafted
     num_off: int = 0  # steps in a row in which drafting is switched off; the first one counts the last drafts
+    late: Any = None  # drafts made in a thread; see late.py
     readings: Any = None  # of what steps read, for a part in training; set by `when_loaded`
     when_loaded: Callable[[nn.Module], None] = staticmethod(lambda target: None)  # set by runner.attach
     _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone
@@ -74,12 +75,12 @@ class Speculator(DraftModelSpeculator):
             self.draft_logits = self._draft_logits[:rows]
 
     def attach(self, runner: Any) -> None:
-        """Connects to a runner that has loaded nothing yet, once there is a barrier."""
+        """Connects to a runner that has loaded nothing yet, once there is a session."""
         self.runner = runner
 
     def stop(self) -> None:
         """Ends drafting. A planned token is then 0, with a one-hot q."""
-        self.is_off = self.barrier.counters.switched_off = True
+        self.is_off = self.session.barrier.counters.switched_off = True
         self.enable_adaptive_verification = self.vllm_config.speculative_config.enable_adaptive_verification = False
         if self.draft_logits is not None:
             self.draft_logits.fill_(-torch.inf)
@@ -96,7 +97,7 @@ class Speculator(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
-        self.barrier.when_loaded = partial(self.when_loaded, target_model)
+        self.session.when_loaded = partial(self.when_loaded, target_model)
         return nn.Module()
 
     def _configure_decode_metadata_update(self) -> None:
@@ -144,7 +145,7 @@ class Speculator(DraftModelSpeculator):
         if self.is_off:
             self.report.tell(dict.fromkeys(input_batch.req_ids, 0))
             return self.draft_tokens[:num_reqs].zero_()  # vLLM 0.33 writes -1 into it
-        rehearses = dummy_run or self.barrier.is_warming_up
+        rehearses = dummy_run or self.session.is_warming_up
         if self.runs_target and self.runner.lora_config is not None:
             self.adapters = adapters_of(self.runner, input_batch, rehearses)
         if rehearses:

@@ -181,7 +181,7 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
             ours.offer = theirs_now()
         else:
             takes_in_prompts = input_batch.num_tokens > input_batch.num_reqs * (1 + theirs.num_speculative_steps)
-            guard = ours.barrier.proposer.offer_guard
+            guard = ours.session.barrier.proposer.offer_guard
             ours.offer = guard.call_in_engine(theirs_now, is_timed=not takes_in_prompts)
         result: torch.Tensor = ours.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
         return result

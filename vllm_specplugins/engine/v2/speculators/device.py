@@ -45,7 +45,8 @@ class DeviceSpeculator(Speculator):
         self._sources: list[DeviceSource] = []
         self.limits = DraftLimits(req_states, max_num_draft, device, stages)
         self.lookups = Lookups(vllm_config, req_states, device)
-        self.reads_tokens = self.lookups.late is not None
+        self.late = self.lookups.late
+        self.reads_tokens = self.late is not None
         self._steps_alone = isinstance(config.method_config, EarlyExitConfig)
         # vLLM's estimator rates an exit that is alone, in fewer launches; it does not know lookups.
         self.use_acceptance_estimator &= self._steps_alone
@@ -64,14 +65,14 @@ class DeviceSpeculator(Speculator):
 
     def attach(self, runner: Any) -> None:
         super().attach(runner)
-        barrier, late = self.barrier, self.lookups.late
-        barrier.rates, barrier.late = self.tally, late
+        self.session.rates, self.session.late = self.tally, self.late
         if self.lookups.custom is not None:
             self.lookups.custom.stop = self.stop
-        if late is not None:
+        if self.late is not None:
+            barrier = self.session.barrier
             held: Any = barrier.proposer
             guards: Any = held.stages if isinstance(held, DeviceCascade) else [barrier]
-            late.guard = guards[LOOKUP].guard
+            self.late.guard = guards[LOOKUP].guard
         wrap(runner, "initialize_kv_cache", partial(trimming_if_it_can, runner, self))
         memory.attach(runner, self)
         is_async = runner.vllm_config.scheduler_config.async_scheduling
@@ -146,7 +147,7 @@ class DeviceSpeculator(Speculator):
     def remove(self, request_ids: set[str]) -> None:
         self.lookups.remove(request_ids)
         if request_ids and self.runs_target:
-            self.barrier.forget(sorted(request_ids))
+            self.session.barrier.forget(sorted(request_ids))
 
     def spares(self, input_batch: Any) -> bool:
         return self.outcomes.copies(input_batch.idx_mapping_np)
@@ -164,8 +165,8 @@ class DeviceSpeculator(Speculator):
     ) -> None:
         """Drafts for one step of the engine into `draft_tokens`, and begins to report the lengths."""
         num_reqs = input_batch.num_reqs
-        if self.lookups.late is not None:
-            self.lookups.late.step(max_tokens)
+        if self.late is not None:
+            self.late.step(max_tokens)
         self._begin(num_reqs, max_tokens, input_batch.idx_mapping, num_sampled, num_rejected)
         num_steps = 0 if self.offers is None and self.spares(input_batch) else max_tokens
         self._depth = next((depth for depth in self._depths if depth >= num_steps), self._depths[-1])
@@ -179,7 +180,7 @@ class DeviceSpeculator(Speculator):
             self.report.tell({} if self.report.trims() else self.outcomes.lengths(input_batch.req_ids))
 
     def _draft_eagerly(self, input_batch: Any, edit: Any, num_steps: int) -> None:
-        start, guard = time.perf_counter(), self.barrier.guard
+        start, guard = time.perf_counter(), self.session.barrier.guard
         longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
         self._map_rows(input_batch.num_reqs)
         batch = self._batch_of(input_batch, edit)
@@ -189,7 +190,7 @@ class DeviceSpeculator(Speculator):
         guard.begin_step()
         if guard.call(batch, partial(self._draft_on_device, batch.target, num_steps, longest)) is None:
             self._draft_nothing(input_batch.num_reqs)
-        self.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
+        self.session.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
         """A dummy run costs as much as drafting, and belongs to no request. Without attention there is no KV cache."""

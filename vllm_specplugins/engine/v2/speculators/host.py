@@ -49,7 +49,7 @@ class HostSpeculator(Speculator):
     def remove(self, request_ids: set[str]) -> None:
         gone = {name: self._requests.pop(name).token_ids for name in request_ids if name in self._requests}
         if request_ids:
-            self.barrier.forget(sorted(request_ids), gone)
+            self.session.barrier.forget(sorted(request_ids), gone)
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
         """Whether drafting is switched off, and was; else a proposer on the host sees every token."""
@@ -63,7 +63,7 @@ class HostSpeculator(Speculator):
         if self.tally is not None:
             self.tally.begin(False)
         self.idx_mapping.fill_(-1)
-        proposer: Any = self.barrier.proposer
+        proposer: Any = self.session.barrier.proposer
         dummy_run = getattr(proposer, "dummy_run", proposer.propose)
         self._keep(dummy_run(self._batch_of(input_batch, attends=not skip_attn)))
 
@@ -138,7 +138,7 @@ class HostSpeculator(Speculator):
         if len(rows) < num_reqs or input_batch.num_tokens > num_decoded:
             times = {"mixed_ms": step_ms * num_decoded / input_batch.num_tokens}
         feedback = Feedback(ids, accepted + rejected, accepted, **times)
-        draft = self.barrier.propose(batch, feedback)
+        draft = self.session.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs, draft.token_ids.shape[1])
 

@@ -1,0 +1,146 @@
+"""The state of a worker's drafting: counts, the scheduler's news, and parts of the speculator that others ask."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from vllm_specplugins.counters import Counters, Forced, RequestRates, StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.isolation.barrier import FaultBarrier
+
+logger = logging.getLogger("vllm.specplugins")
+
+LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something to say
+
+
+class Rates(Protocol):
+    def add(self, feedback: Feedback) -> None: ...
+    def take(self, request_ids: Sequence[str]) -> list[float]: ...
+
+
+class DeviceCounts(Protocol):
+    def move_to(self, counters: Counters, stages: Sequence[StageCounters]) -> None: ...
+
+
+class Trims(Protocol):
+    num_verified: int
+
+    def costs(self) -> Mapping[str, float]: ...
+
+
+class Settles(Protocol):
+    def settle(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Session:
+    """Adapters call the proposer through it, and it counts.
+
+    Attributes:
+        forcing_stage: the index of the stage for which tokens count that the scheduler adds.
+        rates: of acceptance, by request.
+        tally: counts on the device.
+        budget: trims drafts on the device.
+        late: drafts in a thread.
+        emitted: the scheduler's counts (engine/emitted.py).
+        forced: tokens of this step that the scheduler adds after drafts.
+        is_warming_up: then a request's name may be anything.
+        undrafted: why the newest call drafted nothing.
+        paused_ms: time of this step in which the engine stood still.
+        when_loaded: the worker calls it once the target is loaded.
+    """
+
+    barrier: FaultBarrier
+    forcing_stage: int = 0
+    rates: Rates = field(default_factory=RequestRates)
+    tally: DeviceCounts | None = None
+    budget: Trims | None = None
+    late: Settles | None = None
+    emitted: tuple[int, dict[int, int]] | None = None
+    forced: Forced | None = None
+    is_warming_up: bool = False
+    undrafted: str | None = None
+    paused_ms: float = 0.0
+    when_loaded: Callable[[], None] = lambda: None
+    _logged_at: float = field(default_factory=time.monotonic)
+
+    def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
+        """Counts the outcome of the last drafts and returns valid drafts for this step."""
+        self.count(feedback)
+        if batch.num_reqs == 0:
+            return Draft.empty(0)
+        if feedback.step_ms is not None:
+            feedback = replace(feedback, step_ms=feedback.step_ms - self.paused_ms)
+        self.paused_ms = 0.0
+        activity = self.barrier.activity()
+        draft = self.barrier.draft(batch, _without_forced(feedback, self.forced) if self.forced else feedback)
+        self.undrafted = None if draft.num_draft.any() else self._reason(batch, activity)
+        if self.forced is None:
+            self.barrier.count_drafts(batch, draft)
+        else:  # verification knows the length of the draft
+            self.barrier.counters.whole.asked += int(np.count_nonzero(batch.max_num_draft))
+        return draft
+
+    def _reason(self, batch: DraftBatch, before: tuple[int, int]) -> str:
+        """Why a call drafted nothing, where `before` was the activity."""
+        if not batch.max_num_draft.any():
+            return "limits"
+        if self.barrier.counters.switched_off:
+            return "faults"
+        asked, withheld = self.barrier.activity()
+        return "gate" if asked >= 0 and (asked == before[0] or withheld > before[1]) else "no draft"
+
+    def count(self, feedback: Feedback, num_asked: int = 0) -> None:
+        """Counts the verification of one step, including requests for which only the scheduler drafts."""
+        self.barrier.counters.add(feedback)
+        if self.forced is not None:
+            self.barrier.counters.add_forced(feedback, self.forced, self._forcing)
+            self._forcing.asked += num_asked
+        self.rates.add(feedback)
+
+    @cached_property
+    def _forcing(self) -> StageCounters:
+        counters = self.barrier.totals()
+        return list(counters.stages.values())[self.forcing_stage] if counters.stages else counters.whole
+
+    def log(self) -> None:
+        """Logs the totals every LOG_EVERY_S seconds; adapters call it in every step."""
+        now = time.monotonic()
+        if now - self._logged_at > LOG_EVERY_S:
+            self._logged_at = now
+            with suppress(Exception):  # a filter that a proposer has installed may raise
+                logger.info("Speculation so far: %s", self.net_totals().summary())
+
+    def totals(self) -> Counters:
+        counters = self.barrier.totals()
+        if self.tally is not None:
+            self.tally.move_to(counters, list(counters.stages.values()))
+        return counters
+
+    def net_totals(self) -> Counters:
+        """The totals without the draft tokens after a request's end, if one of our schedulers counts them."""
+        return self.totals() if self.emitted is None else self.totals().net(*self.emitted)
+
+    def settle(self) -> None:
+        """Makes the proposer and a cascade's stages forget ended requests now, since no step will follow for a
+        while."""
+        if self.late is not None:
+            self.late.settle()
+        self.barrier.settle()
+
+
+def _without_forced(feedback: Feedback, forced: Forced) -> Feedback:
+    """Removes forced tokens: they do not belong to the proposer's draft."""
+    numbers = feedback.num_draft, feedback.num_accepted
+    starts = [
+        forced[id_][0] if id_ in forced else num for id_, num in zip(feedback.request_ids, numbers[0], strict=True)
+    ]
+    num_draft, num_accepted = (np.minimum(num, np.array(starts, np.int32)) for num in numbers)
+    num_forced = int((numbers[0] - num_draft).sum()), int((numbers[1] - num_accepted).sum())
+    return replace(feedback, num_draft=num_draft, num_accepted=num_accepted, num_forced=num_forced)
