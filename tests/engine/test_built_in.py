@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,12 @@ from eagle_heads import eagle_head, mtp_model, parallel_head
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.faults import MAX_FAULTS, RAISED
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 
 pytestmark = pytest.mark.slow
 K = 4
@@ -284,6 +290,45 @@ def test_another_length_in_each_step(engine: Any, prompts: Any, expected: Any, m
         rest = text[len(history) :]
         assert tokens[: len(rest)] == rest[: len(tokens)]
     assert set(map(len, offers.by_history.values())) == {1, 2, 3} and offers.num_without == 0
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="its drafter drafts all K tokens, or one")
+def test_a_fault_of_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: `offer_length` inside of the drafter's guard, where a fault of ours switches the drafter off."""
+    from vllm_specplugins.engine.v1.built_in import BuiltInDrafter
+
+    stage = {"method": "draft_model", "model": "m", "num_speculative_tokens": 2}
+    config = parse_config(cascade(LOOKUP, stage, gate="auto"))
+    proposer: Any = build_proposer(config, ProposerContext(VOCAB_SIZE, 64, 4, K, lambda text: []))
+    barrier, asked = FaultBarrier(proposer, VOCAB_SIZE, K, None), list[int]()
+
+    def propose(scheduler_output: Any, *_: Any) -> torch.Tensor:
+        asked.append(scheduler_output.num_spec_tokens_to_schedule)
+        return torch.full((1, asked[-1]), 7)
+
+    lengths = np.array([2])
+    rows = SimpleNamespace(num_tokens_no_spec=lengths, req_ids=["a"], num_computed_tokens_cpu=lengths)
+    runner = SimpleNamespace(
+        speculative_config=SimpleNamespace(built_in_tokens=2, parallel_drafting=False),
+        drafter=type("EagleProposer", (), {})(), propose_draft_token_ids=propose, num_spec_tokens=K,
+        effective_drafter_max_model_len=64, max_model_len=64, device="cpu", input_batch=rows,
+    )  # fmt: skip
+    drafter, scheduled = BuiltInDrafter(runner, barrier), SimpleNamespace(num_spec_tokens_to_schedule=K)
+    scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens = {"a": 1}, {}
+    scheduled.total_num_scheduled_tokens = 1
+    batch, none = DraftBatch(["a"], [np.array([1, 2], np.int32)], np.array([K], np.int32), [{}]), np.zeros(1, np.int32)
+
+    def offers() -> Any:
+        barrier.guard.begin_step()
+        return drafter.draft(batch, none, [0], scheduled, [[2]], SimpleNamespace(max_seq_len=2), None)
+
+    assert offers().token_ids.tolist() == [[7, 7]]
+    with monkeypatch.context() as patch:
+        patch.setattr(Gate, "offer_length", lambda *_: 1 / 0)
+        assert [offers().token_ids.shape for _ in range(MAX_FAULTS + 1)] == [(1, 0)] * (MAX_FAULTS + 1)
+    ours, theirs = barrier.totals(), barrier.totals().stages["1 draft_model"]
+    assert (ours.faults, ours.switched_off) == ({RAISED: MAX_FAULTS}, True)
+    assert (theirs.faults, theirs.switched_off) == ({}, False) and asked == [2, *[0] * (MAX_FAULTS + 1)]
 
 
 def change_drafter(llm: Any, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], Any]) -> Iterator[int]:

@@ -3,7 +3,7 @@ complete."""
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm_specplugins.draft import DraftBatch, Int32Array, Offer
 from vllm_specplugins.engine.built_in import for_built_in
 from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.isolation.barrier import FaultBarrier
 
 DRAFTERS = ("DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer")
 BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # these can take in tokens without drafting
@@ -34,8 +35,9 @@ class BuiltInDrafter:
     tokens, and custom ones after that. The flag `disable_padded_drafter_batch` also moves its drafters there, but draft
     models refuse the flag, so it is hidden from all drafters."""
 
-    def __init__(self, runner: Any, cascade: Any):
-        self._runner, self._cascade = runner, cascade
+    def __init__(self, runner: Any, barrier: FaultBarrier):
+        self._runner, self._barrier = runner, barrier
+        self._cascade: Any = barrier.proposer
         self._num_tokens = runner.speculative_config.built_in_tokens
         self._config = runner.speculative_config
         kind = type(runner.drafter).__name__
@@ -61,14 +63,17 @@ class BuiltInDrafter:
         drafts = scheduler_output.scheduled_spec_decode_tokens.values()
         num_decoded = len(scheduler_output.num_scheduled_tokens) + sum(map(len, drafts))
         has_prompt = scheduler_output.total_num_scheduled_tokens > num_decoded
-        length = partial(self._cascade.offer_length, batch, num_accepted)
-        work = partial(self._draft, length, rows, has_prompt, scheduler_output, sampled_token_ids, *step)
+        num_tokens = self._num_tokens
+        if self._runs_by_token:  # a fault of the choice is the cascade's, and not the drafter's
+            choose = partial(self._cascade.offer_length, batch, num_accepted)
+            num_tokens = min(self._barrier.guard.call(batch, choose) or 0, num_tokens)
+        work = partial(self._draft, num_tokens, rows, has_prompt, scheduler_output, sampled_token_ids, *step)
         offer: Offer | None = self._cascade.offer_guard.call_in_engine(work, is_timed=not has_prompt)
         return offer
 
     def _draft(
         self,
-        length: Callable[[], int],
+        num_tokens: int,
         rows: Sequence[int],
         has_prompt: bool,
         scheduler_output: Any,
@@ -78,7 +83,6 @@ class BuiltInDrafter:
         *tensors, common, slot_mappings = step
         if self._max_len is not None and common.max_seq_len + self._runner.num_spec_tokens > self._max_len:
             return None
-        num_tokens = min(length(), self._num_tokens) if self._runs_by_token else self._num_tokens
         start = time.perf_counter()
         width = max(1, *map(len, sampled_token_ids))
         padded = np.array([tokens + [-1] * (width - len(tokens)) for tokens in sampled_token_ids], np.int32)

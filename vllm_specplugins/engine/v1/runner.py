@@ -94,7 +94,7 @@ class _Adapter:
         self._drafts = drafts_here and not all(forces)
         self._built_in = None
         if runner.speculative_config.built_in is not None:
-            self._built_in = built_in.BuiltInDrafter(runner, session.barrier.proposer)
+            self._built_in = built_in.BuiltInDrafter(runner, session.barrier)
         self._readings: Readings | None = None
         self._requests: dict[str, _Request] = {}
         # Draws seeds for requests without one, in the order of their arrival: the same on every rank.
