@@ -8,7 +8,7 @@ from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 from vllm_specplugins.methods import drafters, drafts_late, forces_tokens, is_custom_on_device, method_of, runs_target
 
 # Schedulers of ours, for vLLM's field `scheduler_cls`.
-CHOOSING = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
+CHOOSING = "vllm_specplugins.engine.scheduler.ChoosingScheduler"
 PLANNED = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 

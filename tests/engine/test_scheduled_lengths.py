@@ -14,7 +14,8 @@ if RUNNER != "v2":
 from recorded import runner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_specplugins.engine.v2.scheduler import PlannedScheduler, StepLengths
+from vllm_specplugins.engine.scheduler import StepLengths
+from vllm_specplugins.engine.v2.scheduler import PlannedScheduler
 
 K, NUM_TOKENS = 5, 24
 
