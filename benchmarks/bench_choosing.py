@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplugins.config import PromptLookupConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.stage import StageProposer
 from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.tools.replay.candidates import (
     FIXED,
@@ -43,7 +44,7 @@ DRAFTER, NUM_DRAFT = "eagle:2.14:0.00084:5", 31
 LEAST, MEAN, BETTER, LOOKUP, LOOKUP_MEAN = 0.85, 0.88, 0.98, 1.15, 1.28
 
 
-class Oracle(Proposer):
+class Oracle(StageProposer):
     """Plays the oracle in place of a cascade; `tokens_per_ms` is the rate at which it emits."""
 
     def __init__(self, drafter: Drafter, traffic: Traffic, tokens_per_ms: float, context: ProposerContext):

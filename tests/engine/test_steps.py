@@ -11,6 +11,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.metrics.steps import BURST, DRAFTING, StepTotals, StepWatch
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.stage import StageProposer
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 
@@ -123,7 +124,7 @@ class Even:
     def forget(self, request_ids: Any) -> None: ...
 
 
-class Gated(Even):
+class Gated(Even, StageProposer):
     """A cascade: asks its stage, and withholds all drafts but those of requests with a newest token above 9."""
 
     asked = drafted = 0

@@ -29,6 +29,7 @@ from vllm_specplugins.isolation.faults import (
     LONGEST_PAUSE_S,
     MAX_FAULTS,
 )
+from vllm_specplugins.stage import StageProposer, stages_of
 from vllm_specplugins.structures.arrays import Views, view
 
 GOOD = Draft(np.array([[1, 2], [3, 1 << 20]], np.int32), np.array([2, 1], np.int32))  # past num_draft anything
@@ -292,6 +293,18 @@ def test_an_interrupted_wait_mixes_up_no_answers() -> None:
     release.set()
     come_back(barrier)
     assert step(barrier) == [2, 1] and barrier.counters.faults == {}
+
+
+def test_a_class_of_others_with_names_of_ours() -> None:
+    """Kills: a method of a cascade that is called on a class of others, beside its guard: each of these ended the
+    engine."""
+    proposer: Any = Scripted(lambda: GOOD)
+    for name in set(vars(StageProposer)) - set(vars(Scripted)) - {"__abstractmethods__", "_abc_impl"}:
+        setattr(proposer, name, raises)
+    session = Session(guard(proposer))
+    assert session.propose(batch(), feedback()).num_draft.tolist() == [2, 1]
+    session.settle()
+    assert stages_of(proposer, "0 custom") == [("0 custom", proposer)] and session.totals().stages == {}
 
 
 def test_forget_comes_before_the_next_propose() -> None:

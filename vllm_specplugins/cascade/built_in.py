@@ -3,12 +3,13 @@
 import numpy as np
 
 from vllm_specplugins.config.built_in import BuiltInConfig
-from vllm_specplugins.draft import DraftBatch, Offer, Proposer, ProposerContext
+from vllm_specplugins.draft import DraftBatch, Offer, ProposerContext
+from vllm_specplugins.stage import StageProposer
 from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, columns, of_stage
 
 
-class BuiltIn(Proposer):
+class BuiltIn(StageProposer):
     """Passes on the drafts of the engine's drafter. The engine runs that drafter in every step before the cascade,
     since the drafter's KV cache has to hold all tokens. Its drafts come with the batch, with acceptance probabilities
     if it has any."""

@@ -12,11 +12,12 @@ from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.stage import StageProposer
 from vllm_specplugins.structures.arrays import Ints, SlotTable, places_of
 from vllm_specplugins.structures.drafts import DraftArrays, join, nothing
 
 
-class Cascade:
+class Cascade(StageProposer):
     """Several proposers that serve as one. Under the policy `auto` the stages draft in turn. For each request and step
     the gate chooses how many tokens of the drafts so far to keep, and how many tokens of the next stage to draft after
     them or in their place. It maximises the sum of acceptance probabilities minus the price (Gate.split_draft). A
@@ -209,18 +210,15 @@ class Cascade:
             guard.end(request_id, token_ids)
 
     def settle_stages(self) -> None:
-        """Makes the stages forget ended requests now, since no step will follow for a while."""
         for guard in self._guards:
             guard.settle()
 
     def activity(self) -> tuple[int, int]:
-        """Returns running counts of calls to stages, drafted tokens, and calls that the gate avoided."""
         counters = [stage.counters for stage in self._stages]
         asked, drafted = sum(each.asked for each in counters), sum(each.drafted for each in counters)
         return asked, drafted + sum(stage.num_spared for stage in self._stages)
 
     def stage_counters(self) -> dict[str, StageCounters]:
-        """Returns the running totals of each stage, keyed by "index method"."""
         self._tracker.move_to([stage.counters for stage in self._stages])
         return {stage.title: stage.counters for stage in self._stages}
 

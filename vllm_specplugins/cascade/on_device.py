@@ -14,6 +14,7 @@ from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.kernels.acceptance import Other
 from vllm_specplugins.kernels.steps import Chain, join
 from vllm_specplugins.proposers.draft_sampler import LARGEST_PROB, ModelProposer, OnLogits, Steps
+from vllm_specplugins.stage import StageProposer
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 from vllm_specplugins.target import Target
 
@@ -45,7 +46,7 @@ class DeviceSource(Protocol):
         draft."""
 
 
-class DeviceCascade:
+class DeviceCascade(StageProposer):
     """The proposer behind the fault barrier for a lookup and a second stage: holds their guards and counters, as
     Cascade does."""
 
@@ -59,9 +60,6 @@ class DeviceCascade:
 
     def named_stages(self) -> list[tuple[str, Any]]:
         return [(stage.title, stage.proposer) for stage in self.stages]
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """Nothing to forget."""
 
 
 class DeviceModel:

@@ -14,6 +14,7 @@ from vllm_specplugins.proposers.heads.norm import effective_norm_weight
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.served import ServedEnd
 from vllm_specplugins.proposers.learning.windows import ExitStates
+from vllm_specplugins.stage import stages_of
 
 logger = logging.getLogger("vllm.specplugins")
 _NUM_PROBES = 8
@@ -22,8 +23,8 @@ _TOLERANCE = 0.03  # of the largest logit
 
 def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner | None:
     """The learner of the proposer or of a cascade's stage, for a loaded target; None if nothing learns."""
-    stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
-    learning = (stage for _, stage in stages if isinstance(stage, ModelProposer) and stage.config.is_trained)
+    stages = (stage for _, stage in stages_of(proposer, "") if isinstance(stage, ModelProposer))
+    learning = (stage for stage in stages if stage.config.is_trained)
     if (stage := next(learning, None)) is None:
         return None
     model, index = vllm_config.model_config, vllm_config.parallel_config.data_parallel_index

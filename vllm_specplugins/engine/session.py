@@ -13,6 +13,7 @@ import numpy as np
 from vllm_specplugins.counters import Counters, Forced, RequestRates, StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.stage import stage_of
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -78,23 +79,24 @@ class Session:
         if feedback.step_ms is not None:
             feedback = replace(feedback, step_ms=feedback.step_ms - self.paused_ms)
         self.paused_ms = 0.0
-        activity = self.barrier.activity()
+        before = stage_of(self.barrier.proposer).activity()
         draft = self.barrier.draft(batch, _without_forced(feedback, self.forced) if self.forced else feedback)
-        self.undrafted = None if draft.num_draft.any() else self._reason(batch, activity)
+        self.undrafted = None if draft.num_draft.any() else self._reason(batch, before)
         if self.forced is None:
             self.barrier.count_drafts(batch, draft)
         else:  # verification knows the length of the draft
             self.barrier.counters.whole.asked += int(np.count_nonzero(batch.max_num_draft))
         return draft
 
-    def _reason(self, batch: DraftBatch, before: tuple[int, int]) -> str:
+    def _reason(self, batch: DraftBatch, before: tuple[int, int] | None) -> str:
         """Why a call drafted nothing, where `before` was the activity."""
         if not batch.max_num_draft.any():
             return "limits"
         if self.barrier.counters.switched_off:
             return "faults"
-        asked, withheld = self.barrier.activity()
-        return "gate" if asked >= 0 and (asked == before[0] or withheld > before[1]) else "no draft"
+        after = stage_of(self.barrier.proposer).activity()
+        chose = before is not None and after is not None and (after[0] == before[0] or after[1] > before[1])
+        return "gate" if chose else "no draft"
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
         """Counts the verification of one step, including requests for which only the scheduler drafts."""

@@ -17,7 +17,7 @@ from vllm_specplugins.engine.frontend.fallback import check_choice
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.metrics.export import shown_on
 from vllm_specplugins.engine.metrics.port import address_of
-from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
+from vllm_specplugins.engine.metrics.report import Reporter, tell_states
 from vllm_specplugins.engine.metrics.steps import STEPS
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.switch import NONE, checked_mode, is_off
@@ -26,6 +26,7 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import cause_text, fault_of
 from vllm_specplugins.isolation.guard import end_all_ranks
 from vllm_specplugins.methods import behind_gate, build_proposer, forces_tokens
+from vllm_specplugins.stage import StageProposer, stage_of, stages_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -144,22 +145,21 @@ class _WithProposer:
             if hasattr(self, "_session"):
                 self._session.settle()
             for _, stage in self._stages() if hasattr(self, "_reporter") else ():
-                if is_ours(stage, "close"):
-                    stage.close()
+                stage.close()
         except Exception as error:
             logger.error("Shutdown: the files of proposers cannot be saved (%s).", cause_text(error))
         finally:
             super().shutdown()  # type: ignore[misc]
 
-    def _stages(self) -> list[tuple[str, Any]]:
-        return stages_of(self._session.barrier.proposer, self._reporter.method)
+    def _stages(self) -> list[tuple[str, StageProposer]]:
+        stages = stages_of(self._session.barrier.proposer, f"0 {self._reporter.method}")
+        return [(name, stage_of(stage)) for name, stage in stages]
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Limits drafts to the context that vLLM fits to its memory (`--max-model-len auto`)."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
-        for _, stage in stages_of(self._session.barrier.proposer, ""):
-            if is_ours(stage, "set_max_model_len"):
-                stage.set_max_model_len(max_model_len)
+        for _, stage in self._stages():
+            stage.set_max_model_len(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (counters.Counters) as a dictionary, for `LLM.collective_rpc`."""
@@ -186,14 +186,13 @@ class _WithProposer:
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
         self._session.settle()
         stats = {}
-        for name, proposer in self._stages():
-            if action == "reset" and is_ours(proposer, "reset_store"):
-                proposer.reset_store()
-            if is_ours(proposer, "store_stats"):
-                if action == "save":
-                    proposer.save_store()
-                stats[name] = proposer.store_stats()
-        return stats
+        for name, stage in self._stages():
+            if action == "reset":
+                stage.reset_store()
+            if action == "save":
+                stage.save_store()
+            stats[name] = stage.store_stats()
+        return {name: its for name, its in stats.items() if its}
 
 
 @contextmanager

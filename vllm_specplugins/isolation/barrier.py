@@ -9,6 +9,7 @@ from vllm_specplugins.counters import Counters, Histogram
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer
 from vllm_specplugins.isolation.exchange import checked_draft, draft_of_rows, for_proposer
 from vllm_specplugins.isolation.guard import NO_TEXTS, Guard, Texts
+from vllm_specplugins.stage import stage_of
 
 
 class FaultBarrier:
@@ -77,13 +78,8 @@ class FaultBarrier:
             draft = self.guard.call(batch, lambda: draft_of_rows(proposer, shown, rows, limits, *sizes))
         return Draft.empty(batch.num_reqs) if draft is None else draft
 
-    def activity(self) -> tuple[int, int]:
-        """A cascade's running counts of questions to stages, and of drafts or questions that its gate withheld."""
-        activity: tuple[int, int] = getattr(self.proposer, "activity", lambda: (-1, -1))()
-        return activity
-
     def totals(self) -> Counters:
-        self.counters.stages = getattr(self.proposer, "stage_counters", dict)()
+        self.counters.stages = stage_of(self.proposer).stage_counters()
         return self.counters
 
     def forget(self, request_ids: Sequence[str], texts: Texts = NO_TEXTS) -> None:
@@ -93,4 +89,4 @@ class FaultBarrier:
         """Makes the proposer and a cascade's stages forget ended requests now, since no step will follow for a
         while."""
         self.guard.settle()
-        getattr(self.proposer, "settle_stages", lambda: None)()
+        stage_of(self.proposer).settle_stages()

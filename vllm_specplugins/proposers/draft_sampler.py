@@ -8,16 +8,17 @@ device or branches on its values, so an adapter may record a draft in a CUDA gra
 R: requests, N: rows (equally many of each request), H: hidden size, V: vocabulary, K: num_speculative_tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
+from vllm_specplugins.stage import Series, StageProposer
 from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, columns, nothing
 from vllm_specplugins.target import Target
@@ -71,7 +72,7 @@ class Steps:
         return steps
 
 
-class ModelProposer(Proposer):
+class ModelProposer(StageProposer):
     """Drafts with a part of the target, without state for requests."""
 
     continues_drafts = False  # whether it can be fed tokens; otherwise it needs the target's last state
@@ -95,19 +96,14 @@ class ModelProposer(Proposer):
         if self.training is not None:
             self.training.close()
 
-    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yields metrics: the name, labels beside the stage, and the value."""
-        return iter(()) if self.training is None else self.training.series()
+    def series(self) -> Iterable[Series]:
+        return () if self.training is None else self.training.series()
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Drafts K tokens; a request near the end of its context gets fewer."""
         assert batch.target is not None
         steps = self.draft_steps(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(steps.token_ids, batch.max_num_draft, logits=steps.logits)
-
-    def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs everything that a step may run, for warm-up and memory profiling."""
-        return self.propose(batch)
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
         """Drafts at most max_tokens [R] int64 tokens, one by one, after each request's history and the prefix of its

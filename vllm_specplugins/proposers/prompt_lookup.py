@@ -10,16 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.config import PromptLookupConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, TEXT, history_match
+from vllm_specplugins.stage import Series, StageProposer
 from vllm_specplugins.structures.arrays import SlotTable, places_of, with_room
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, begun, of_stage
 
 Ints = npt.NDArray[np.int64]
 
 
-class Lookup(Proposer):
+class Lookup(StageProposer):
     """Copies from texts and continues drafts. It needs no feedback, since the next histories contain the accepted
     tokens."""
 
@@ -64,8 +65,7 @@ class PromptLookup(Lookup):
     def num_bytes(self) -> int:
         return sum(text.nbytes for text in list(self._references.values()))  # the proposer's thread may change it
 
-    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yields metrics: the name, labels beside the stage, and the value."""
+    def series(self) -> Iterator[Series]:
         yield "store_bytes", (), self.num_bytes()
 
     def rows_of(self, batch: DraftBatch) -> Ints:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, SuffixLookupConfig, redis_url
 from vllm_specplugins.draft import DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
+from vllm_specplugins.stage import Series
 from vllm_specplugins.structures.arrays import places_of
 from vllm_specplugins.structures.drafts import DraftArrays, begun, either, nothing, of_stage, to_beat
 from vllm_specplugins.structures.suffix.drafts import draft_step
@@ -131,8 +132,7 @@ class SuffixLookup(Lookup):
     def num_bytes(self) -> int:
         return self._texts.num_bytes() + self.store.num_bytes + self._output_bytes
 
-    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yields metrics: the name, labels beside the stage, and the value."""
+    def series(self) -> Iterator[Series]:
         yield "store_bytes", (), self.num_bytes()
         yield "stored_outputs", (), self.store.num_texts
         yield "stored_tokens", (), self.store.num_tokens
@@ -159,8 +159,6 @@ class SuffixLookup(Lookup):
         return {} if self._shared is None else self._shared.counts
 
     def reset_store(self) -> None:
-        """Forgets all earlier outputs, also in the file and on the server. Other engines keep the outputs that they
-        have fetched."""
         with self._lock:
             self.store.clear()
             if self._saver is not None:
@@ -169,7 +167,6 @@ class SuffixLookup(Lookup):
                 self._shared.clear()
 
     def save_store(self) -> None:
-        """Waits until the whole store is on the disk, if it has a file."""
         if self._saver is not None:
             self._saver.save()
 

@@ -18,6 +18,7 @@ from vllm_specplugins.engine.metrics.names import COUNTS, GAUGES, HEALTH, REPORT
 from vllm_specplugins.engine.metrics.steps import DRAFTING, StepTotals
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation.faults import cause_text
+from vllm_specplugins.stage import stage_of, stages_of
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -170,20 +171,9 @@ class Reporter:
                         yield key(metric.name, stage, label), count
                 else:
                     yield key(metric.name, stage), value
-        for name, stage in stages_of(self._session.barrier.proposer, self.method):
-            for metric_name, labels, value in stage.series() if is_ours(stage, "series") else ():
+        for name, proposer in stages_of(self._session.barrier.proposer, f"0 {self.method}"):
+            for metric_name, labels, value in stage_of(proposer).series():
                 yield key(metric_name, name, *labels), value
         yield from self.steps.counts.items()
         for part, seconds in self._session.budget.costs().items() if self._session.budget else ():
             yield key("step_cost_seconds", part), seconds
-
-
-def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
-    """The stages of a cascade, or the single proposer, by the names of their counters."""
-    named: Callable[[], list[tuple[str, Any]]] = getattr(proposer, "named_stages", lambda: [(f"0 {method}", proposer)])
-    return named()
-
-
-def is_ours(stage: Any, method: str) -> bool:
-    """Whether a stage is our method of this name, not a user's class."""
-    return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")

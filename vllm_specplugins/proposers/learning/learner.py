@@ -18,6 +18,7 @@ from vllm_specplugins.proposers.learning.pace import Pace, Stopped
 from vllm_specplugins.proposers.learning.served import ServedEnd
 from vllm_specplugins.proposers.learning.trainer import Part, Trainer, copied
 from vllm_specplugins.proposers.learning.windows import ExitStates, Windows
+from vllm_specplugins.stage import Series
 from vllm_specplugins.structures.whole_file import SavedFolder
 from vllm_specplugins.target import Reading
 
@@ -117,7 +118,7 @@ class Learner:
         """Acceptance lengths: the measured one, and those expected for the loaded and the serving weights."""
         return {"measured": self._measured, **self.trainer.lengths}
 
-    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    def series(self) -> Iterator[Series]:
         """Yields metrics: the name, labels beside the stage, and the value."""
         yield "store_bytes", (), self.num_bytes
         for progress, count in self.counts().items():

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.config import ConfigError, RemoteConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.proposers.remote.forms import Form, Guess, Refused, Text, TokenIds, newest
 from vllm_specplugins.proposers.remote.server import Server
+from vllm_specplugins.stage import Series, StageProposer
 
 MAX_AHEAD = 256  # tokens
 MAX_ASKED = 64  # new questions in one step, of which each takes a quarter of a millisecond
@@ -40,7 +41,7 @@ class _Request:
         return bool(both[0] == both[1])
 
 
-class Remote(Proposer):
+class Remote(StageProposer):
     """Asks until the guess reaches as far ahead as a fully accepted request advances while the server answers two
     questions."""
 
@@ -74,8 +75,7 @@ class Remote(Proposer):
             if request_id in self._requests:
                 self._drop(self._requests.pop(request_id))
 
-    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yields metrics: the name, labels beside the stage, and the value."""
+    def series(self) -> Iterator[Series]:
         for result, count in self.counts.items():
             yield "exchanges", (result,), count
 

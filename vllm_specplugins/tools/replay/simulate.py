@@ -17,6 +17,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Prop
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.guard import Texts
 from vllm_specplugins.request_options import draft_limit
+from vllm_specplugins.stage import stage_of
 from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.replay.candidates import Build
 from vllm_specplugins.tools.replay.costs import Load
@@ -217,10 +218,8 @@ class _Engine:
         self, barrier: FaultBarrier, drafter: Drafter, batch: DraftBatch, feedback: Feedback
     ) -> tuple[DraftBatch, Feedback]:
         """Batch and feedback after the drafter has run, as in an engine; its time is a part of the step."""
-        chooses = getattr(barrier.proposer, "offer_length", None)  # not of a rival
-        length = drafter.num_draft
-        if chooses is not None:
-            length = min(length, chooses(batch, feedback.num_accepted))
+        chosen = stage_of(barrier.proposer).offer_length(batch, feedback.num_accepted)  # None: by a rival
+        length = drafter.num_draft if chosen is None else min(drafter.num_draft, chosen)
         self._drafter_ms = drafter.step_ms(batch.num_reqs, length)
         token_ids = drafter.draft(self._traffic, batch.request_ids, batch.token_ids)
         offer = Offer(token_ids[:, :length], self._drafter_ms)

@@ -18,6 +18,7 @@ from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.isolation.exchange import spread
+from vllm_specplugins.stage import stage_of
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.structures.drafts import put_logits
 
@@ -63,9 +64,8 @@ class HostSpeculator(Speculator):
         if self.tally is not None:
             self.tally.begin(False)
         self.idx_mapping.fill_(-1)
-        proposer: Any = self.session.barrier.proposer
-        dummy_run = getattr(proposer, "dummy_run", proposer.propose)
-        self._keep(dummy_run(self._batch_of(input_batch, attends=not skip_attn)))
+        stage = stage_of(self.session.barrier.proposer)
+        self._keep(stage.dummy_run(self._batch_of(input_batch, attends=not skip_attn)))
 
     def _draft_step(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int

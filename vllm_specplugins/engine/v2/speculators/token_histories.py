@@ -13,12 +13,13 @@ from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
 from vllm_specplugins.request_options import REFERENCE
+from vllm_specplugins.stage import Series, StageProposer
 from vllm_specplugins.structures.spans import SpanAllocator
 
 _ALIGNED = 16  # tokens, where a reference begins
 
 
-class TokenHistories:
+class TokenHistories(StageProposer):
     """Histories and references of all slots."""
 
     def __init__(self, req_states: Any, max_num_draft: int, config: PromptLookupConfig, device: torch.device):
@@ -38,7 +39,7 @@ class TokenHistories:
     def num_bytes(self) -> int:
         return 4 * (len(self.references) - self._spans.num_free)
 
-    def series(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    def series(self) -> Iterator[Series]:
         yield "store_bytes", (), self.num_bytes()
 
     def add(self, requests: Sequence[Request]) -> None:
