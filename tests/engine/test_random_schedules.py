@@ -122,6 +122,8 @@ class Checked(Played):
     def _rest(self, batch: Any, length: int) -> bool:
         """Whether the ranks rest in this step, of which a reader of metrics asks one."""
         rests = {tally.rests(batch, length) for tally in self._ranks}
+        for tally in self._ranks:
+            tally.note(length, batch.num_reqs if True in rests else 0)
         if self._times.random() < 0.3:
             self._ranks[0].move_to(Counters(), [])
         assert len(rests) == 1, "one rank runs a speculator, and waits for the other one in it"

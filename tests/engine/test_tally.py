@@ -128,5 +128,4 @@ def test_steps_at_rest(before: int, length: int, has_prefill: bool, num_draft: i
     tally = Tally(SLOTS, K, 0, torch.device("cpu"))
     tally._drafted = before
     batch = SimpleNamespace(has_prefill=has_prefill, num_draft_tokens=num_draft, num_reqs=1)
-    assert tally.rests(batch, length) is rests
-    assert tally._rests == rests and tally._drafted == length
+    assert tally.rests(batch, length) is tally.rests(batch, length) is rests

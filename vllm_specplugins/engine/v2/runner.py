@@ -135,8 +135,11 @@ def put_forced(runner: Any, scheduler_output: Any) -> None:
 
 def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: Any) -> Any:
     """Samples, without a speculator if neither this step nor the last one drafts."""
-    step = runner.execute_model_state
-    if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
+    step, rests = runner.execute_model_state, False
+    if step is not None:
+        rests = speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule)
+        speculator.note(step.input_batch, step.num_spec_tokens_to_schedule, rests)
+    if rests:
         if speculator.readings is not None:
             ends = step.input_batch.query_start_loc[1 : step.input_batch.num_reqs + 1]
             speculator.readings.on_step(step.input_batch, step.hidden_states, ends - 1)

@@ -102,6 +102,10 @@ class DraftTracker:
             copies = self._copies.mapped, copies_from
         return worth(self._state, slots, _rated(drafts), other, copies)
 
+    def note_copies(self, drafts: DraftArrays, copies_from: int) -> None:
+        """Records which rows gain at least `copies_from` tokens, and therefore count as copying."""
+        self.worth(drafts, copies_from)
+
     def survivals(self, drafts: DraftArrays) -> torch.Tensor:
         """[R, K], the probability that a draft is accepted up to each position."""
         slots = self._rows.slots[: len(drafts.num_draft)]

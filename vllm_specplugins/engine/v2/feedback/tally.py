@@ -44,13 +44,13 @@ class Tally:
             self._once.fill_(counts)
 
     def rests(self, input_batch: Any, length: int) -> bool:
-        """Counts a step without a draft that follows another such step, and returns True; returns False for any other
-        step, and for one that verifies the draft of a request that the step before had no room for."""
-        before, self._drafted = self._drafted, length
-        if length or before or input_batch.has_prefill or input_batch.num_draft_tokens:
-            return False
-        self._rests += input_batch.num_reqs
-        return True
+        """Whether this step drafts nothing, like the last one, and does not verify the draft of a request that the step
+        before had no room for."""
+        return not (length or self._drafted or input_batch.has_prefill or input_batch.num_draft_tokens)
+
+    def note(self, length: int, num_rests: int) -> None:
+        """Counts a step that drafts up to `length` tokens, and the requests that rest in it."""
+        self._drafted, self._rests = length, self._rests + num_rests
 
     def start(self, slots: dict[str, int]) -> None:
         """Clears the slots of requests that are new, or resumed after a preemption."""

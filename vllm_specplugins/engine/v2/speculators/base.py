@@ -87,6 +87,7 @@ class Speculator(DraftModelSpeculator):
             self.draft_logits[..., 0] = 0.0
 
     def spares(self, input_batch: Any) -> bool:
+        """Whether a drafter of vLLM need not draft in this step."""
         return False
 
     def load_model(self, target_model: nn.Module) -> None:

@@ -155,10 +155,12 @@ class DeviceSpeculator(Speculator):
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
         """Whether this step drafts nothing, like the last one. While drafting is on, a drafter of vLLM must see all
         tokens."""
-        rests = (self.offers is None or self.num_off > 1) and self.tally.rests(input_batch, max_tokens)
+        return (self.offers is None or self.num_off > 1) and self.tally.rests(input_batch, max_tokens)
+
+    def note(self, input_batch: Any, max_tokens: int, rests: bool) -> None:
+        self.tally.note(max_tokens, input_batch.num_reqs if rests else 0)
         if rests:
             self.outcomes.rest()
-        return rests
 
     def _draft_step(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int

@@ -54,8 +54,10 @@ class HostSpeculator(Speculator):
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
         """Whether drafting is switched off, and was; else a proposer on the host sees every token."""
-        self._drafted_at = time.perf_counter() if self.num_off else self._drafted_at
         return self.num_off > 1 and not input_batch.has_prefill
+
+    def note(self, input_batch: Any, max_tokens: int, rests: bool) -> None:
+        self._drafted_at = time.perf_counter() if self.num_off else self._drafted_at
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
         """A dummy run, which takes the memory and time of drafting. Without attention there is no KV cache yet."""
