@@ -18,6 +18,7 @@ from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.isolation.exchange import spread
+from vllm_specplugins.methods import forces_tokens
 from vllm_specplugins.stage import stage_of
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.structures.drafts import put_logits
@@ -34,6 +35,7 @@ class HostSpeculator(Speculator):
         if self.draft_logits is not None:
             self.tally = Tally(self.max_num_reqs, self.num_speculative_steps, 0, device)
         self._drafted_at = 0.0  # when the last drafting ended
+        self._is_idle = all(forces_tokens(vllm_config.speculative_config.plugin_config))  # our scheduler drafts
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to capture."""
@@ -140,6 +142,9 @@ class HostSpeculator(Speculator):
         if len(rows) < num_reqs or input_batch.num_tokens > num_decoded:
             times = {"mixed_ms": step_ms * num_decoded / input_batch.num_tokens}
         feedback = Feedback(ids, accepted + rejected, accepted, **times)
+        if self._is_idle:
+            self.session.count(feedback, len(rows))
+            return Draft.empty(num_reqs)
         draft = self.session.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs, draft.token_ids.shape[1])
