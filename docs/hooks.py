@@ -1,5 +1,5 @@
-"""mkdocs: pages that lie in the repository's root, links to files that are not part of the site, and llms.txt, the list
-of pages that a language model reads (llmstxt.org)."""
+"""mkdocs: pages that lie in the repository's root (README is the home page), links to files that are not part of the
+site, and llms.txt, the list of pages that a language model reads (llmstxt.org)."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -7,7 +7,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-ROOT_PAGES = ("DESIGN.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md")
+ROOT_PAGES = ("README.md", "DESIGN.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md")
 _pages: list[Any] = []
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 

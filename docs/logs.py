@@ -38,7 +38,7 @@ ACTIONS = {
     "Self-check": "Run `doctor`, and report its output.",
     "Shutdown": "Check the disk of `store_path` and `learn.path`.",
     "…: the circuit breaker closes": "None.",
-    "… … (…). ….": "Find the line of the class; see the cause in [faults](operating.md#symptoms).",
+    "… … (…). ….": "Find the line of the class; see the cause in [faults](metrics.md#symptoms).",
     "… failed": "Find the line of the class; drafting resumes after the pause, which doubles.",
     "… … (…) on one": "Correct the class; the orchestrator restarts the server.",
     "remote: no drafts": "Start or correct the drafter's server.",

@@ -1,7 +1,8 @@
-"""Writes docs/recipes.md from examples/recipes.json: `python docs/recipes.py`."""
+"""Writes the recipes of docs/choose-a-method.md from examples/recipes.json: `python docs/recipes.py`."""
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,11 @@ from typing import Any
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.plan import Conditions, make_plan
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).with_name("choose-a-method.md")
 os.environ.setdefault("REDIS_URL", "redis://localhost:6379")
 RECIPES: list[dict[str, Any]] = json.loads((PAGE.parents[1] / "examples" / "recipes.json").read_text())
-BEGINNING = """# Recipes
-
-<!-- Written by docs/recipes.py; edit examples/recipes.json instead. -->
-
+BLOCK = re.compile(r"(<!-- Written by docs/recipes\.py from .*? -->\n).*?(<!-- End of the recipes\. -->)", re.DOTALL)
+BEGINNING = """
 Each recipe is a start of `vllm serve`. None has run on a GPU. A test parses each with vLLM's parser, and plans those
 without a drafter of vLLM on a CPU. The plan and the sizes are computed for one GPU of each engine.
 """
@@ -35,7 +34,8 @@ def sizes(recipe: dict[str, Any], num_draft: int) -> str:
 
 
 def page() -> str:
-    return BEGINNING + "".join(f"\n{line}\n" for recipe in RECIPES for line in section(recipe))
+    made = BEGINNING + "".join(f"\n{line}\n" for recipe in RECIPES for line in section(recipe))
+    return BLOCK.sub(lambda block: f"{block[1]}{made}\n{block[2]}", PAGE.read_text())
 
 
 def section(recipe: dict[str, Any]) -> Iterator[str]:
@@ -48,7 +48,7 @@ def section(recipe: dict[str, Any]) -> Iterator[str]:
             lines.append(word)
         else:
             lines[-1] += f" {shlex.quote(word)}"
-    yield f"## {recipe['title']}"
+    yield f"### {recipe['title']}"
     yield recipe["words"]
     yield "```bash\n" + " \\\n    ".join([*lines, f"--speculative-config {shlex.quote(raw)}"]) + "\n```"
     yield f"K is {config.length}: {sizes(recipe, config.length)}. Plan: {plan}"

@@ -1,5 +1,5 @@
-"""Writes docs/commands.md, docs/proposer-api.md, docs/metrics.md and the table of docs/support.md from the code and
-docs/support.json: `python docs/reference.py`."""
+"""Writes docs/commands.md, the interface in docs/write-a-proposer.md, and the tables of docs/metrics.md and
+docs/support.md from the code and docs/support.json: `python docs/reference.py`."""
 
 import argparse
 import inspect
@@ -19,7 +19,7 @@ sys.path.insert(0, str(DOCS))
 from configuration import arguments, begun  # noqa: E402
 
 WRITTEN = "<!-- Written by docs/reference.py. -->"
-MATRIX = re.compile(r"(<!-- Written by docs/reference\.py from .*? -->\n).*?(<!-- End of the table\. -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- Written by docs/reference\.py from .*? -->\n).*?(<!-- End of the \w+\. -->)", re.DOTALL)
 SIMPLE = re.compile(r"(int|float|str|bool)( \| None)?")  # types that say more than the docstring
 WORDS = {"gpu": "GPU", "cpu": "CPU", "simulated": "sim.", "refused": "no", "untried": "-"}
 
@@ -52,7 +52,7 @@ def commands() -> Iterator[str]:
 
 
 def api() -> Iterator[str]:
-    yield from ("# Proposer API", "", WRITTEN, "", "Module `vllm_specplugins.draft`. " + paragraph(draft.__doc__), "")
+    yield from ("Modules `vllm_specplugins.draft` and `vllm_specplugins.device`. " + paragraph(draft.__doc__), "")
     modules = draft, device
     classes = [
         each
@@ -61,7 +61,7 @@ def api() -> Iterator[str]:
         if inspect.isclass(each) and each.__module__ == module.__name__
     ]
     for owner in classes:
-        yield from (f"## `{owner.__name__}`", "", paragraph((owner.__doc__ or "").partition("Args:")[0]), "")
+        yield from (f"### `{owner.__name__}`", "", paragraph((owner.__doc__ or "").partition("Args:")[0]), "")
         types = {field.name: field.type for field in fields(owner)} if is_dataclass(owner) else {}
         for name, words in arguments(owner).items():
             kind = getattr(types.get(name), "__name__", str(types.get(name, "")))
@@ -77,9 +77,7 @@ def api() -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     labels = ", ".join(f"`{name}`" for name in LABELS)
-    yield from ("# Metrics", "", WRITTEN, "")
-    yield f"Each name begins with `{PREFIX}`. Each metric has the labels {labels}, and those of its row. A stage is"
-    yield 'named by its index and method, as in "0 prompt_lookup".'
+    yield f"Each name begins with `{PREFIX}`. Each metric has the labels {labels}, and those of its row."
     yield from ("", "| metric | kind | further labels | meaning |", "|---|---|---|---|")
     for metric in TABLE:
         name = f"`{metric.name}{'_total' * (metric.kind == 'counter')}`"
@@ -95,13 +93,6 @@ def matrix() -> Iterator[str]:
         yield f"| {name} | {' | '.join(WORDS[cell] for cell in cells)} |"
 
 
-def support() -> Iterator[str]:
-    """The lines of support.md with the table as it is now."""
-    text = (DOCS / "support.md").read_text()
-    table = "\n".join(matrix())
-    yield MATRIX.sub(lambda block: f"{block[1]}\n{table}\n\n{block[2]}", text).rstrip()
-
-
 def paragraph(text: str | None) -> str:
     """A docstring's text in one line."""
     return " ".join((text or "").split())
@@ -109,14 +100,18 @@ def paragraph(text: str | None) -> str:
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "commands.md": commands,
-    "proposer-api.md": api,
+    "write-a-proposer.md": api,
     "metrics.md": metrics,
-    "support.md": support,
+    "support.md": matrix,
 }
 
 
 def page(name: str) -> str:
-    return "\n".join(PAGES[name]()).rstrip() + "\n"
+    """A page as it is now: generated, or by hand with a generated block."""
+    text, made = (DOCS / name).read_text(), "\n".join(PAGES[name]()).rstrip()
+    if not BLOCK.search(text):
+        return made + "\n"
+    return BLOCK.sub(lambda block: f"{block[1]}\n{made}\n\n{block[2]}", text)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from vllm_specplugins.methods import METHODS
 from vllm_specplugins.parsing import parse_config
 
 ROOT = Path(__file__).parents[2]
-GENERATED = ("commands.md", "metrics.md", "proposer-api.md", "configuration.md", "recipes.md")
+GENERATED = ("commands.md", "configuration.md")
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
