@@ -66,6 +66,7 @@ def test_blocks(page: Path, server: Callable[[str], str], tmp_path: Path, monkey
     folder = Folder(tmp_path, Path(DEMO_MODEL), server(page.name) if asks else "127.0.0.1:9")
     files(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("REDIS_URL", "redis://localhost:6379")  # the secret of a recipe
     for block in listed:
         if block.language != "bash":
             check_data(block)

@@ -24,7 +24,7 @@ def test_command(tmp_path: Path) -> None:
     """From the command line to its exit status, with the documentation's proposer: engines in processes of their own.
 
     Kills: an engine that the user's module does not reach, counts that nobody prints."""
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [code, *_] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "my_proposer.py").write_text(code)
     config = {"method": "custom", "proposer": "my_proposer:LastSuccessor", "gate": "off", "num_speculative_tokens": 2}
     command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--json", tmp_path / "report.json"]
