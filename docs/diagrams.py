@@ -105,21 +105,22 @@ def choose() -> Figure:
     return figure
 
 
-def support() -> Figure:
+def support(narrow: bool) -> Figure:
     """The support matrix, coloured by evidence."""
     data = read("support.json")
     columns, rows = data["columns"], data["rows"]
-    figure, axes = canvas(9.6, 0.9 + 0.34 * len(rows))
-    left, width, top = 2.9, 0.545, 0.62
+    figure, axes = canvas(5.2 if narrow else 9.6, (2.4 if narrow else 0.9) + 0.34 * len(rows))
+    left, width, top = (2.1, 0.255, 1.1) if narrow else (2.9, 0.545, 0.62)
     for index, name in enumerate(columns):
         axes.text(
             left + (index + 0.5) * width,
             top - 0.08,
-            name.replace(" ", "\n"),
+            name if narrow else name.replace(" ", "\n"),
             ha="center",
             va="bottom",
             fontsize=8.5,
             linespacing=0.95,
+            rotation=90 * narrow,
         )
     for line, (name, cells) in enumerate(rows.items()):
         y = top + 0.34 * line
@@ -136,16 +137,24 @@ def support() -> Figure:
                 )
             )
     handles = [Patch(color=colour, label=words) for colour, words in EVIDENCE.values()]
+    columns = 1 if narrow else 5
     axes.legend(
-        handles=handles, loc="lower center", ncols=5, frameon=False, fontsize=8, columnspacing=1.0, handlelength=1.0
+        handles=handles,
+        loc="lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+        columnspacing=1.0,
+        handlelength=1.0,
     )
     return figure
 
 
-def grammar() -> Figure:
+def grammar(right: float) -> Figure:
     """Who wrote the tokens of two JSON answers to one schema: the model or the grammar."""
     data = read("figures/grammar_answer.json")
-    figure, axes = canvas(9.6, 2.75)
+    narrow = right < 6
+    figure, axes = canvas(right + 0.2, 5.0 if narrow else 2.75)
     y = 0.3
     for answer in data["answers"]:
         num_tokens = sum(map(len, answer["steps"]))
@@ -156,7 +165,7 @@ def grammar() -> Figure:
             for index, token in enumerate(tokens):
                 shown = token.replace("\n", "\\n").replace(" ", "\u00b7") or "\u2205"
                 width = 0.1 + 0.078 * len(shown)
-                if x + width > 9.4:
+                if x + width > right:
                     x, y = 0.2, y + 0.34
                 box(
                     axes,
@@ -175,5 +184,5 @@ def grammar() -> Figure:
         Patch(color=GOOD, label="forced by the grammar: drafted, verified, accepted"),
         Patch(color=INK, label="sampled by the model: one per step"),
     ]
-    axes.legend(handles=handles, loc="lower left", ncols=2, frameon=False, fontsize=8.5)
+    axes.legend(handles=handles, loc="lower left", ncols=1 if narrow else 2, frameon=False, fontsize=8.5)
     return figure

@@ -8,6 +8,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT_PAGES = ("README.md", "DESIGN.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md")
+BOOST = {"tuning.md": 4}  # who searches for "K" means the draft length, not Kubernetes
 _pages: list[Any] = []
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
@@ -20,6 +21,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links from a root page into docs/ and back stay links; one to another file of the repository becomes its name."""
+    if page.file.src_uri == "README.md":
+        page.meta["hide"] = ["navigation"]
+    page.meta["search"] = {"boost": BOOST.get(page.file.src_uri, 1)}
     folder = PurePosixPath(page.file.src_uri).parent
     up = "../" * (len(folder.parts) + 1)
 

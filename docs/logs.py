@@ -98,7 +98,7 @@ def action(line: str) -> str:
 
 def page() -> str:
     rows = [f"| {level} | {line.replace('|', ' ')} | {ACTIONS[action(line)]} |" for level, line in sorted(set(lines()))]
-    return BEGINNING + "\n".join(rows) + "\n"
+    return BEGINNING + "".join(re.sub(r"VLLM_[A-Z_]+(=\w+)?", r"`\g<0>`", f"{row}\n") for row in rows)
 
 
 if __name__ == "__main__":

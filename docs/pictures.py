@@ -1,11 +1,15 @@
 """Draws the pictures of README and docs from the data in docs/figures/ and docs/support.json.
 
 python docs/pictures.py [FOLDER]    writes all of them, as SVG, into docs/pictures/ or FOLDER
+
+NAME-narrow.svg is the form for phones, which docs/assets/extra.css puts in the place of NAME.svg.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -55,9 +59,24 @@ def dots(axes: Axes, names: Sequence[str], series: dict[str, tuple[str, list[tup
     axes.set_axisbelow(True)
 
 
-def headline() -> Figure:
+def panels(narrow: bool, height: float, **more: Any) -> tuple[Figure, list[Axes]]:
+    """Two panels beside each other, or below each other on a phone."""
+    shape = (2, 1) if narrow else (1, 2)
+    figure, axes = plt.subplots(*shape, figsize=(4.6, 2.1 * height) if narrow else (9.6, height), **more)
+    return figure, list(axes)
+
+
+def legend(figure: Figure, axes: Axes, narrow: bool) -> None:
+    """The legend of all panels, above them."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 1 if narrow else 3
+    figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, bbox_to_anchor=(0.5, 1.01))
+    figure.tight_layout(rect=(0, 0, 1, 0.89 if narrow else 0.93))
+
+
+def headline(narrow: bool) -> Figure:
     """Speed-up by task: replayed answers of an 8B model, and a small model that was measured."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.5), width_ratios=(1, 1))
+    figure, (left, right) = panels(narrow, 3.5)
     rows = public()
 
     def replayed(method: str, policy: str | None = None) -> list[tuple[float, float, float]]:
@@ -90,15 +109,13 @@ def headline() -> Figure:
     for axes in (left, right):
         axes.set_xlim(right=axes.get_xlim()[1] + 0.35)
         axes.set_xlabel("speed relative to no speculation, one request")
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.01))
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    legend(figure, left, narrow)
     return figure
 
 
-def load() -> Figure:
+def load(narrow: bool) -> Figure:
     """Speed-up by number of requests, with and without the gate."""
-    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.4), sharex=True, sharey=True)
+    figure, both = panels(narrow, 3.4, sharex=not narrow, sharey=True)
     rows, batches = public(), (1, 8, 32)
     arms = {
         "prompt_lookup": (OURS, "-", "prompt_lookup", "gated"),
@@ -106,7 +123,7 @@ def load() -> Figure:
         "vLLM ngram_gpu, best K": (PEER, "-", "ngram_gpu", None),
     }
     for axes, (task, words) in zip(
-        panels,
+        both,
         {"instructcoder": "Text that repeats: code edits", "gsm8k": "Text that hardly repeats: maths"}.items(),
         strict=True,
     ):
@@ -122,20 +139,25 @@ def load() -> Figure:
         axes.set_title(words)
         axes.set_xlabel("concurrent requests")
         axes.grid(color=FAINT)
-    panels[0].set_ylabel("speed relative to no speculation")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.92))
+    for axes in both[: 1 + narrow]:
+        axes.set_ylabel("speed relative to no speculation")
+    legend(figure, both[0], narrow)
     return figure
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "headline": headline,
-    "load": load,
+    "headline": partial(headline, narrow=False),
+    "headline-narrow": partial(headline, narrow=True),
+    "load": partial(load, narrow=False),
+    "load-narrow": partial(load, narrow=True),
     "step": step,
     "choose": choose,
-    "support": support,
-    "grammar": grammar,
-    "dashboard": dashboard,
+    "support": partial(support, narrow=False),
+    "support-narrow": partial(support, narrow=True),
+    "grammar": partial(grammar, right=9.4),
+    "grammar-narrow": partial(grammar, right=4.4),
+    "dashboard": partial(dashboard, columns=3),
+    "dashboard-narrow": partial(dashboard, columns=2),
 }
 
 
