@@ -125,7 +125,8 @@ def test_the_readmes_example(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_stores_calls(tmp_path: Path) -> None:
     """Kills: a call of docs/methods/suffix_lookup.md that an engine does not take."""
-    [code] = [block.code for block in blocks(ROOT / "docs" / "methods" / "suffix_lookup.md") if block.language == "python"]
+    page = ROOT / "docs" / "methods" / "suffix_lookup.md"
+    [code] = [block.code for block in blocks(page) if block.language == "python"]
     config = {"method": "suffix_lookup", "store_path": str(tmp_path / "store.bin")}
     llm = f"llm = LLM({str(DEMO_MODEL)!r}, speculative_config={config})"
     begin = f"from vllm import LLM\nif __name__ == '__main__':\n    {llm}\n"
