@@ -1,6 +1,7 @@
 """`bench` with engines that are made up, and everything else real."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -98,6 +99,15 @@ def test_figures(asked: list[str], run: Run, tmp_path: Path, capsys: pytest.Capt
     assert all(words in output for words in ("1.45x (1.45-1.45)", "1.50x (1.50-1.50)", "8/8", advice))
     assert main(asked) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_columns_divide(run: Run, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: medians of each engine's rounds, which do not divide where rounds differ: 9.0, 12.6 and 1.25x."""
+    noise = {"none": {2: 2.0, 3: 1.0, 4: 1.1, 5: 3.0}, "prompt_lookup": {2: 1.0, 3: 1.2, 4: 2.5, 5: 1.0}}
+    monkeypatch.setattr(engines, "noise", noise)
+    _, output = run()
+    plain, ours = (re.search(rf"{name} [^\d]*([\d.]+) [^\d]*([\d.]+)x", output) for name in ("none", "prompt_lookup"))
+    assert float(ours[1]) / float(plain[1]) == pytest.approx(float(ours[2]), abs=0.011), output
 
 
 def test_a_clock_stands_still_while_others_serve() -> None:

@@ -18,8 +18,8 @@ MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer prove nothing
 COLUMNS = ("tokens/s", "ratio", "decoding alone", "tok/step", "step cost", "same")
 AT_RATES = ("tokens/s", "ratio", "tok/step", "first, ms", "next, ms", "same")
 LEGEND = (
-    "tokens/s: prompts included, median. ratio: to no speculation in the same round, median (range). tok/step: mean "
-    "tokens of a request's step. same: outputs that equal those of no speculation, or of the log, token for token. "
+    "ratio: to no speculation in the same round, median (range). tokens/s: prompts included; the median of no "
+    "speculation, times the ratio. tok/step: mean tokens of a request's step. same: outputs that equal those of no speculation, or of the log, token for token. "
 )
 DECODING_LEGEND = (
     "decoding alone: without the time to a request's first token; it is tok/step by step cost (time of a step, "
@@ -129,16 +129,21 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
 
 def tell_cell(rows: Sequence[Row]) -> None:
     """Prints a cell as soon as it is done, so that an interruption loses only the cell that is being served."""
-    figures = (f"{row.method} {row.tokens_per_second:.1f} tokens/s, {row.tokens_per_step:.2f} tok/step" for row in rows)
+    figures = (f"{row.method} {_speed(row, rows[0]):.1f} tokens/s, {row.tokens_per_step:.2f} tok/step" for row in rows)
     say(f"{rows[0].cell}: {'; '.join(figures)}")
+
+
+def _speed(row: Row, plain: Row) -> float:
+    """Tokens per second of the table, whose columns divide: a quotient of medians is no median of quotients."""
+    return plain.tokens_per_second * (1 if row is plain else row.ratio.median)
 
 
 def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | None = None) -> int:
     """Prints and writes a report, with `more` facts in the file, and returns the exit status."""
     rows, machine, has_rates = report.rows, report.machine, any(row.cell.rate for row in report.rows)
     columns, (advice, chosen) = AT_RATES if has_rates else COLUMNS, report.verdict()
-    cells = dict.fromkeys(row.cell for row in rows)
-    show_table(columns, {str(cell): [_figures(row, columns) for row in rows if row.cell == cell] for cell in cells})
+    cells = {row.cell: [each for each in rows if each.cell == row.cell] for row in rows}
+    show_table(columns, {str(cell): [_figures(row, its[0], columns) for row in its] for cell, its in cells.items()})
     for words in (LEGEND + (RATES_LEGEND if has_rates else DECODING_LEGEND), *report.notes()):
         say(words)
     for name, config in report.configs.items():
@@ -162,14 +167,14 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
     return 0 if report.is_lossless else 1
 
 
-def _figures(row: Row, columns: Sequence[str]) -> list[str]:
+def _figures(row: Row, plain: Row, columns: Sequence[str]) -> list[str]:
     same = "sampled" if row.num_different is None else f"{row.num_outputs - row.num_different}/{row.num_outputs}"
     figures = {
-        "tokens/s": f"{row.tokens_per_second:.1f}",
+        "tokens/s": f"{_speed(row, plain):.1f}",
         "ratio": "1.00x" if row.method == NONE else str(row.ratio),
         "decoding alone": "1.00x" if row.method == NONE else str(row.decoding),
         "tok/step": f"{row.tokens_per_step:.2f}",
-        "step cost": f"{row.step_cost.median:.2f}",
+        "step cost": f"{row.tokens_per_step / row.decoding.median:.2f}",
         "first, ms": f"{row.first_ms:.0f}",
         "next, ms": f"{row.gap_ms[0]:.0f}, {row.gap_ms[1]:.0f}",
         "same": f"[bold red]{same}[/bold red]" if row.num_different else same,
