@@ -17,6 +17,7 @@ ACTIONS = {
     "…; the server runs": "Read the reason. Set VLLM_SPECPLUGINS_ON_ERROR=refuse if a server must not run so.",
     "…: no trimming": "Set the attention backend that the line names, or keep it.",
     "cascade: vLLM's": "Remove the setting from the stage.",
+    "A request has the key": "Correct the client's option.",
     "… This is logged once.": "Correct the client's options; use vLLM's Python front end for a 400.",
     "VLLM_USE_RUST_FRONTEND": "Set the port, or use the Python front end.",
     "… calls of check_options": "Make `check_options` faster; it must not wait or use `re`.",

@@ -255,6 +255,20 @@ def test_what_a_long_text_takes(unit: str, tokenizer: Any, monkeypatch: pytest.M
     assert num_tokens > 0.9 * (1 << 17) and peak < 3_000_000 and left < 100_000
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("specplugin.enabled", "specplugins.enabled"), ("spec_plugins.maxdraft", "specplugins.max_draft"), ("other", "")],
+)
+def test_a_wrong_prefix(key: str, meant: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: an option that vLLM ignores in silence, since its prefix is misspelt; a warning for each request, or for a
+    key of others."""
+    intake = OptionsResolver(Configured(method="prompt_lookup"), Sizes(), tokenizer)
+    for _ in range(2):
+        asked = SamplingParams(extra_args={key: 0})
+        assert intake.resolved(asked) is asked
+    assert len(caplog.records) == bool(meant) and f"did you mean '{meant}'?" * bool(meant) in caplog.text
+
+
 def test_custom_check_options(tokenizer: Any) -> None:
     """Whatever it raises is a 400 with a sentence. Kills: an exception that would be a 500, or end the server."""
     config = Configured(method="custom", proposer="test_intake:Choosy")

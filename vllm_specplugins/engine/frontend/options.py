@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from difflib import get_close_matches
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_specplugins.config import ConfigError, error_text
+from vllm_specplugins.config import ConfigError, brief, did_you_mean, error_text
 from vllm_specplugins.custom import OptionCheck, option_checks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
@@ -24,6 +26,7 @@ from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.request_options import (
     FLAT,
+    PLAIN,
     REFERENCE,
     SETTINGS,
     TENANT,
@@ -72,10 +75,11 @@ class OptionsResolver:
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._executor: PriorityExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_warned = False
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
         """Calls `resolved_beside` for a caller without an event loop, or one that waits in it."""
-        if not _is_raw(params):
+        if not self._takes(params):
             return params
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -86,7 +90,7 @@ class OptionsResolver:
         """The parameters with resolved options; the same object if there is nothing to resolve. Other threads tokenise
         texts and ask custom proposers, so that the event loop goes on streaming. Raises VLLMValidationError: an option
         is not allowed; the front end answers 400."""
-        if not _is_raw(params):
+        if not self._takes(params):
             return params
         try:
             options = self._read(params.extra_args.get("specplugins"), flat_options(params.extra_args))
@@ -108,6 +112,19 @@ class OptionsResolver:
         others = {key: value for key, value in params.extra_args.items() if not f"{key}".startswith(FLAT)}
         params.extra_args = {**others, "specplugins": Resolved(checked)}
         return params
+
+    def _takes(self, params: Any) -> bool:
+        """Whether the request has options to resolve. Warns once of a key that resembles ours ("specplugin.enabled"),
+        which vLLM would ignore in silence."""
+        keys = getattr(params, "extra_args", None) if not self._has_warned else None
+        for key in map(str, islice(keys, 8)) if isinstance(keys, dict) else ():
+            resembles = get_close_matches(key[: len(FLAT)], [FLAT], 1, 0.8)
+            if resembles and key != "specplugins" and not key.startswith(FLAT):
+                names = [f"{FLAT}{name}" for name in (*PLAIN, "stages", REFERENCE)]
+                words = "A request has the key %s, which the plugin ignores%s This is logged once."
+                logger.warning(words, brief(key), did_you_mean(key, names))
+                self._has_warned = True
+        return _is_raw(params)
 
     def _read(self, raw: Any, flat: Options) -> Options:
         predicted: Options = {}

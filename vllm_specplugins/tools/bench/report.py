@@ -19,7 +19,8 @@ COLUMNS = ("tokens/s", "ratio", "decoding alone", "tok/step", "step cost", "same
 AT_RATES = ("tokens/s", "ratio", "tok/step", "first, ms", "next, ms", "same")
 LEGEND = (
     "ratio: to no speculation in the same round, median (range). tokens/s: prompts included; the median of no "
-    "speculation, times the ratio. tok/step: mean tokens of a request's step. same: outputs that equal those of no speculation, or of the log, token for token. "
+    "speculation, times the ratio. tok/step: mean tokens of a request's step. "
+    "same: outputs that equal those of no speculation, or of the log, token for token. "
 )
 DECODING_LEGEND = (
     "decoding alone: without the time to a request's first token; it is tok/step by step cost (time of a step, "
