@@ -60,9 +60,16 @@ At the start, one INFO line has the plan, as in "cascade: drafts on the host; sy
 grammar); the gate sets draft lengths; no trimming on the device (drafts have exact lengths)." While requests run,
 "Speculation so far" shows totals every ten seconds.
 
-Two lines of vLLM appear with speculation. "max_num_scheduled_tokens is set to ... suboptimal performance" reports that
-a step schedules fewer prompt tokens, since drafts need room; raise `--max-num-batched-tokens` if prompts are slow.
-"SpecDecoding metrics" has one acceptance rate for each of K positions.
+These lines of vLLM appear with speculation:
+
+- "max_num_scheduled_tokens is set to ... suboptimal performance", twice: `--max-num-batched-tokens` is below 8192. The
+  plugin takes no tokens from it; raise it if long prompts are slow.
+- "SpecDecoding metrics: ...": totals of ten seconds, with an acceptance rate for each of K positions. The rates after
+  the longest draft are 0.
+- "CUDAGraphMode... is not supported with spec-decode for attention backend ...": steps run without full graphs, and
+  drafts are not trimmed. Choose the backend that our line names.
+- "Model Runner V2 requires Triton; using the V1 model runner instead": drafts run on the host, as on a CPU.
+- "Async scheduling not supported with ngram-based speculative decoding": vLLM's `ngram` runs, not `prompt_lookup`.
 
 | level | line | do |
 |---|---|---|

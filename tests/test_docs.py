@@ -1,6 +1,7 @@
 """The documentation against the code: generated pages and tables, links, sizes, words, pictures and the site."""
 
 import ast
+import importlib.util
 import json
 import re
 import runpy
@@ -80,6 +81,23 @@ def test_page_of_logs_is_current() -> None:
     logs = script("logs.py")
     assert (DOCS / "logs.md").read_text() == logs["page"](), "run python docs/logs.py"
     assert sorted({logs["action"](line) for _, line in logs["lines"]()}) == sorted(logs["ACTIONS"])
+
+
+def test_lines_of_vllm() -> None:
+    """Kills: a line of vLLM that docs/logs.md explains, but that vLLM no longer has."""
+    vllm = Path(str(importlib.util.find_spec("vllm").origin)).parent  # type: ignore[union-attr]
+    words = {
+        "config/vllm.py": [
+            "max_num_scheduled_tokens is set to",
+            "Model Runner V2 requires",
+            "Async scheduling not supported with",
+        ],
+        "config/compilation.py": [" is not supported", "with spec-decode for attention backend "],
+        "v1/spec_decode/metrics.py": ["SpecDecoding metrics: "],
+    }
+    for name, phrases in words.items():
+        for phrase in phrases:
+            assert phrase in (vllm / name).read_text() and phrase in (DOCS / "logs.md").read_text(), phrase
 
 
 def test_tables_of_plans_are_current() -> None:
