@@ -32,6 +32,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if page.file.src_uri in ROOT_PAGES:
             inside = target in ROOT_PAGES or target.startswith("docs/")
             return f"[{words}]({target.removeprefix('docs/')}{anchor})" if inside else f"{words} (`{target}`)"
+        if target.startswith("upstream/"):
+            return f"{words} (`docs/{target}`)"
         if not target.startswith(up):
             return match[0]
         name = target.removeprefix(up)
