@@ -183,14 +183,21 @@ class Device(DeviceProposer):
                 ids = ids.float()
             case "wide":
                 num_draft = num_draft[:, None]
+            case "writes text":
+                texts.token_ids[slots, 0] = 7
+            case "writes limits":
+                num_draft = num_draft.clamp_(max=2)
         return DeviceDraft(ids, num_draft)
 
 
-@pytest.mark.parametrize("fault", ["waits", "branches", "shapes", "floats", "wide", ""])
+@pytest.mark.parametrize("fault", ["waits", "branches", "shapes", "floats", "wide", "writes text", "writes limits", ""])
 def test_device_classes(fault: str) -> None:
-    """Kills: a class that `check` approves although a graph cannot record it, by each rule of write-a-proposer.md."""
+    """Kills: a class that `check` approves although a graph cannot record it, or that writes to the engine's tensors,
+    by each rule of write-a-proposer.md."""
     violations, _ = checked("Device", fault=fault)
-    assert any(sentence.startswith("No CUDA graph can record it") for sentence in violations) == bool(fault)
+    words = "It writes to " + ("token_ids" if "text" in fault else "max_tokens")
+    words = words if fault.startswith("writes") else "No CUDA graph can record it"
+    assert any(sentence.startswith(words) for sentence in violations) == bool(fault)
     assert fault or not violations
 
 

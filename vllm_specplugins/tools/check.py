@@ -181,7 +181,8 @@ def _steps(count: int) -> str:
 
 
 def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:
-    """Why a CUDA graph cannot record a `DeviceProposer`: it drafts once with tensors that have no values."""
+    """Why a CUDA graph cannot record a `DeviceProposer`, and the inputs to which it writes: it drafts once with tensors
+    that have no values."""
     proposer: Any = build_proposer(config, context)
     if not getattr(proposer, "drafts_on_device", False):
         return
@@ -193,9 +194,15 @@ def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:
             shape = context.max_num_reqs, context.max_model_len
             texts = DeviceTexts(torch.zeros(shape, dtype=torch.int32), torch.ones(shape[0], dtype=torch.int32))
             limits = torch.full((3,), context.max_num_draft, dtype=torch.int32)
-            checked_draft(proposer.draft(texts, torch.arange(3), limits), limits, context.max_num_draft)
+            given = {**texts._asdict(), "slots": torch.arange(3), "max_tokens": limits}
+            versions = [tensor._version for tensor in given.values()]
+            checked_draft(proposer.draft(texts, given["slots"], limits), limits, context.max_num_draft)
     except Exception as error:
         yield f"No CUDA graph can record it, so on a GPU it drafts nothing ({fault_of(error, ()).cause})."
+        return
+    for (name, tensor), version in zip(given.items(), versions, strict=True):
+        if tensor._version != version:
+            yield f"It writes to {name}, which is read-only: on a GPU, that damages the requests. Write to a copy."
 
 
 def _figures(counters: Counters) -> list[tuple[str, str]]:
