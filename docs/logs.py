@@ -69,6 +69,9 @@ These lines of vLLM appear with speculation:
 - "CUDAGraphMode... is not supported with spec-decode for attention backend ...": steps run without full graphs, and
   drafts are not trimmed. Choose the backend that our line names.
 - "Model Runner V2 requires Triton; using the V1 model runner instead": drafts run on the host, as on a CPU.
+- "Using custom scheduler class vllm_specplugins...": the plugin plans draft lengths in a subclass of vLLM's scheduler.
+- "Unknown vLLM environment variable detected: VLLM_SPECPLUGINS_...": vLLM does not know the plugin's variables; they work.
+- "Speculative decoding on CPU without Intel OpenMP ...": preload libiomp5, as `examples/environment.sh` does.
 - "Async scheduling not supported with ngram-based speculative decoding": vLLM's `ngram` runs, not `prompt_lookup`.
 
 | level | line | do |

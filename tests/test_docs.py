@@ -93,6 +93,9 @@ def test_lines_of_vllm() -> None:
             "Async scheduling not supported with",
         ],
         "config/compilation.py": [" is not supported", "with spec-decode for attention backend "],
+        "config/scheduler.py": ["Using custom scheduler class "],
+        "platforms/interface.py": ["Unknown vLLM environment variable detected: "],
+        "v1/worker/cpu_worker.py": ["Speculative decoding on CPU without Intel OpenMP"],
         "v1/spec_decode/metrics.py": ["SpecDecoding metrics: "],
     }
     for name, phrases in words.items():

@@ -15,6 +15,8 @@ INFO 01-01 Received request cmpl-1: prompt: 'SECRET speculative question', param
 INFO 01-01 [specplugins] Speculation so far: 10 drafts
 WARNING 01-01 custom raised an exception (KeyError: 1). Requests continue. Later faults of this kind are only counted.
 INFO 01-01 Generated response cmpl-1: 'SECRET answer about ERROR'
+ERROR 01-01   {'type': 'string_type', 'loc': ('body', 'prompt'), 'input': ['SECRET of a body that vLLM refused']}
+INFO 01-01 non-default args: {'speculative_config': {'shared': 'redis://user:SECRET@host:6379'}}
 INFO 01-01 GET /health 200
 """
 
@@ -48,7 +50,8 @@ def test_collect(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refu
     with ZipFile(out) as archive:
         parts = {name: archive.read(name).decode() for name in archive.namelist()}
     assert "specplugins_steps_total 5" in parts["metrics.txt"] and parts["version.txt"] == "{}"
-    assert len(parts["log.txt"].splitlines()) == 2 and "VLLM_PLUGINS=specplugins" in parts["environment.txt"]
+    assert len(parts["log.txt"].splitlines()) == 3 and "redis://user:(hidden)@host" in parts["log.txt"]
+    assert "VLLM_PLUGINS=specplugins" in parts["environment.txt"]
     assert '"vllm-specplugins"' in parts["doctor.json"]
     assert "SECRET" not in "".join(parts.values()) and "VLLM_API_KEY=(hidden)" in parts["environment.txt"]
     assert "--out must be a new file" in refused(*arguments)

@@ -20,7 +20,8 @@ from vllm_specplugins.tools.report import say
 NUM_LINES, LINE_LENGTH = 2000, 400  # of the log, from its end; characters of a line
 TIMEOUT_S = 20
 _TELLING = re.compile(r"\b(ERROR|WARNING|CRITICAL)\b|specplugins|Speculati|SpecDecod|speculative", re.IGNORECASE)
-_SPOKEN = re.compile(r"Received request|prompt: |prompt_token_ids|Generated response", re.IGNORECASE)
+_SPOKEN = re.compile(r"Received request|prompt: |prompt_token_ids|Generated response|'input': ", re.IGNORECASE)
+_PASSWORD = re.compile(r"(://[^\s:/@]*:)[^\s/@]+@")  # of an address
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|URL|CREDENTIAL", re.IGNORECASE)
 
 
@@ -63,4 +64,5 @@ def environment() -> Iterator[str]:
 def telling_lines(log: Path) -> list[str]:
     """Warnings, errors and lines about speculation near the end of a log; lines that may show a prompt are left out."""
     lines = log.read_text("utf-8", "replace").splitlines()[-NUM_LINES:]
-    return [line[:LINE_LENGTH] for line in lines if _TELLING.search(line) and not _SPOKEN.search(line)]
+    telling = (line for line in lines if _TELLING.search(line) and not _SPOKEN.search(line))
+    return [_PASSWORD.sub(r"\1(hidden)@", line)[:LINE_LENGTH] for line in telling]
