@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in packages:
             if find_spec(name) is None:
                 raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install {name}).")
+        if sys.stderr is not None and sys.stderr.isatty():
+            sys.stderr.write(f"{args.command}: loading, which takes a minute or two the first time\n")
         run = import_module(module).run
         with _interruptible():
             return int(run(args))

@@ -123,26 +123,25 @@ def _doctor(add: Add) -> None:
     Example: %(prog)s --speculative-config '{"method":"prompt_lookup"}'. The exit code is
     0 if vLLM would serve the configuration, 1 if not, and 2 if the arguments are wrong.
     """
-    add("--speculative-config", "configuration to check", dictionary, shown="an example", metavar="JSON")
+    shown = '{"method":"prompt_lookup"}'
+    add("--speculative-config", "configuration to check", dictionary, shown=shown, metavar="JSON")
     _model(add, "--model")
-    add(
-        "serve",
-        "arguments of `vllm serve`, as in -- --enable-lora, or the whole line, as in -- vllm serve MODEL --enable-lora",
-        nargs="*",
-        metavar="ARGUMENT",
-    )
+    words = "arguments of `vllm serve`, as in -- --enable-lora, or its whole line, as in -- vllm serve MODEL FLAGS"
+    add("serve", words, nargs="*", metavar="ARGUMENT")
     add("--json", "print the findings as JSON", bool)
 
 
 def _collect(add: Add) -> None:
     """Pack metrics, versions, a diagnosis and log lines of a running server, without prompts and answers.
 
-    Example: %(prog)s --url http://localhost:8000 --log vllm.log --out incident.zip
+    Example: %(prog)s --url http://localhost:8000 --log vllm.log --out incident.zip -- vllm serve MODEL FLAGS.
+    Without the server's line or its --speculative-config, the diagnosis covers the installation alone.
     """
     add("--url", "address of the server", default="http://localhost:8000")
     add("--log", "log file of the server; its warnings and lines about speculation are packed", Path, shown="none")
-    add("--speculative-config", "the server's configuration", dictionary, shown="an example", metavar="JSON")
+    add("--speculative-config", "the server's configuration", dictionary, shown="none", metavar="JSON")
     add("--out", "new file", Path, required=True)
+    add("serve", "the server's command line, as in -- vllm serve MODEL FLAGS", nargs="*", metavar="ARGUMENT")
 
 
 def _build_store(add: Add) -> None:
@@ -196,7 +195,7 @@ def _replay(add: Add) -> None:
     """
     add("--data", DATA, Path, nargs="+", required=True)
     _model(add, "--tokenizer", "; for text")
-    words = "names, names with K, or values of --speculative-config"
+    words = "methods: a name (prompt_lookup), a name with K (ngram:5), or JSON as for --speculative-config"
     add("--methods", words, default=[], shown="all that read only token ids", nargs="+", metavar="METHOD")
     ladder = "3,5,8,12,15,24,31,48,64, while the speed rises"
     add("--num-draft", "values of K to try", listed(whole(1, 64)), shown=ladder)

@@ -158,7 +158,7 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^jump: learn must be false where tensor_parallel_size is 2, not true\.$"):
         engine_config(config, tensor_parallel_size=2)
     exit_head = learning(tmp_path / "exit", "early_exit")
-    with pytest.raises(ConfigError, match=r"^early_exit: learn must be false, not true: it needs an exit_head"):
+    with pytest.raises(ConfigError, match=r"^early_exit: learn must be false without exit_head, not true"):
         engine_config({**exit_head, "exit_head": None})
     with pytest.raises(ConfigError, match=r"^cascade: learn must be false of an exit in a cascade, not true\.$"):
         engine_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, exit_head]})

@@ -46,13 +46,14 @@ def test_collect(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refu
     log, out = tmp_path / "log", tmp_path / "incident.zip"
     log.write_text(LOG)
     arguments = ["collect", "--url", f"{url}/", "--log", str(log), "--out", str(out)]
-    assert main(arguments) == 0
+    of_server = ["--", "vllm", "serve", "--speculative-config", '{"method":"suffix_lookup"}']
+    assert main([*arguments, *of_server]) == 0
     with ZipFile(out) as archive:
         parts = {name: archive.read(name).decode() for name in archive.namelist()}
     assert "specplugins_steps_total 5" in parts["metrics.txt"] and parts["version.txt"] == "{}"
     assert len(parts["log.txt"].splitlines()) == 3 and "redis://user:(hidden)@host" in parts["log.txt"]
     assert "VLLM_PLUGINS=specplugins" in parts["environment.txt"]
-    assert '"vllm-specplugins"' in parts["doctor.json"]
+    assert '"vllm-specplugins"' in parts["doctor.json"] and "suffix_lookup" in parts["doctor.json"]
     assert "SECRET" not in "".join(parts.values()) and "VLLM_API_KEY=(hidden)" in parts["environment.txt"]
     assert "--out must be a new file" in refused(*arguments)
 
@@ -63,3 +64,4 @@ def test_server_that_is_down(tmp_path: Path) -> None:
     assert main(["collect", "--url", "http://127.0.0.1:9", "--out", str(out)]) == 0
     with ZipFile(out) as archive:
         assert "does not answer" in archive.read("metrics.txt").decode()
+        assert "prompt_lookup" not in archive.read("doctor.json").decode(), "nobody named it"

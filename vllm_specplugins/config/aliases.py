@@ -42,8 +42,8 @@ def with_our_names(method: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 def _check_verification(method: str, value: object) -> None:
     if value != "standard":
         raise ConfigError(
-            f"{method}: {VERIFICATION} must be 'standard', not {brief(value)}: block verification gains nothing for "
-            "drafts of lookups, and draft_sample_method 'coupled' replaces it for drafts of models."
+            f"{method}: {VERIFICATION} must be 'standard', not {brief(value)}. Block verification does not help "
+            "lookups; for drafts of a model, set draft_sample_method to 'coupled' instead."
         )
 
 

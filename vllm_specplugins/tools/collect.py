@@ -28,7 +28,7 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|URL|CREDENTIAL", re.IGNORECASE)
 def run(args: argparse.Namespace) -> int:
     """Returns 0; raises ConfigError if the file exists or neither the server nor the log can be read."""
     with quiet():
-        findings = [asdict(finding) for finding in diagnose(args.speculative_config, None)]
+        findings = [asdict(finding) for finding in diagnose(args.speculative_config, None, args.serve, default=None)]
     parts = {"doctor.json": json.dumps(findings, indent=2), "environment.txt": "\n".join(environment()) + "\n"}
     for path in ("metrics", "version"):
         parts[f"{path}.txt"] = fetched(f"{args.url.rstrip('/')}/{path}")

@@ -40,20 +40,26 @@ class Finding:
     state: str = OK
 
 
-def diagnose(raw: Mapping[str, Any] | None, model: str | None, serve: Sequence[str] = ()) -> list[Finding]:
-    """All findings about a value of --speculative-config (None: READY), a checkpoint, and other arguments of `vllm
-    serve` or its whole command line, in the report's order."""
+def diagnose(
+    raw: Mapping[str, Any] | None,
+    model: str | None,
+    serve: Sequence[str] = (),
+    default: Mapping[str, Any] | None = READY,
+) -> list[Finding]:
+    """All findings about a value of --speculative-config, a checkpoint, and other arguments of `vllm serve` or its
+    whole command line, in the report's order. Where no configuration is given, `default` is checked, or none."""
     findings = [*_versions(), *_plugin(), _device(), *_vllm_names()]
     if not compat.probe_installed():  # another vLLM may fail anywhere
         try:
             raw, model, serve = _command_line(raw, model, serve)
         except ConfigError as error:
             return [*findings, Finding("arguments", str(error), PROBLEM)]
-        asked = dict(READY if raw is None else raw)
-        checked = list(_configuration(asked, model))
-        findings += [*_registered(), *checked]
-        if checked[0].state != PROBLEM:
-            findings += _runner(asked, model, serve)
+        findings += _registered()
+        if (given := default if raw is None else raw) is not None:
+            checked = list(_configuration(dict(given), model))
+            findings += checked
+            if checked[0].state != PROBLEM:
+                findings += _runner(dict(given), model, serve)
     return [*findings, _kernels()]
 
 

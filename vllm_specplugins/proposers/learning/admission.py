@@ -22,10 +22,12 @@ def check_learning(config: SpecConfig, num_layers: int, tensor_parallel_size: in
 
 
 def _check_exit(config: EarlyExitConfig, num_layers: int) -> None:
-    if config.exit_head is None or config.one_pass or config.exit_layer >= num_layers:
-        raise ConfigError(
-            "early_exit: learn must be false, not true: it needs an exit_head, fewer layers and single tokens."
-        )
+    if config.exit_head is None:
+        raise ConfigError("early_exit: learn must be false without exit_head, not true.")
+    if config.one_pass:
+        raise ConfigError("early_exit: learn must be false for an exit of several tokens a pass, not true.")
+    if config.exit_layer >= num_layers:
+        raise ConfigError(f"early_exit: learn must be false for an exit after all {num_layers} layers, not true.")
 
 
 def _check_jump(config: JumpConfig) -> None:
