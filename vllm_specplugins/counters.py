@@ -81,15 +81,15 @@ class Counters:
                 words.append(f"{name} faults: {part.faults}{off}{' (now)' if part.switched_off else ''}".lstrip())
         return "; ".join(words)
 
-    def net(self, num_steps: int, dropped: Mapping[int, int]) -> "Counters":
+    def net(self, num_steps: int, dropped: Sequence[int]) -> "Counters":
         """Returns a copy with this number of steps, minus the dropped accepted tokens, given by position.
 
-        >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, {1: 1}).summary()
+        >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, [0, 1]).summary()
         '1.40 tokens per step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
         """
         result = copy.deepcopy(self)
         result.request_steps = num_steps
-        for place, num in dropped.items():
+        for place, num in enumerate(dropped):
             stages = [stage for stage in result.stages.values() if place < len(stage.accepted_at)]
             largest = sorted(stages, key=lambda stage: stage.accepted_at[place])[-1:]
             for part in (result.whole, *largest):

@@ -122,4 +122,4 @@ class Played:
             assert len(tokens) <= most and set(tokens[:-1]).isdisjoint(params.stop_token_ids), name
         num_steps, dropped = self.scheduler._sent
         num_begun = sum(map(bool, self.emitted.values()))
-        assert num_steps + self.accepted - sum(dropped.values()) == sum(map(len, self.emitted.values())) - num_begun
+        assert num_steps + self.accepted - sum(dropped) == sum(map(len, self.emitted.values())) - num_begun

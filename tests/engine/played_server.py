@@ -7,7 +7,7 @@ from played_scheduler import VOCAB_SIZE, Played
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_specplugins.engine.emitted import VERIFIED
+from vllm_specplugins.engine.messages import StepFacts, send_facts
 from vllm_specplugins.gate.budget import FREE, best_budget
 from vllm_specplugins.tools.replay.costs import CostTable
 
@@ -71,7 +71,7 @@ class PlayedServer(Played):
                 self.first_ms[name] = end - self._arrived.pop(name)
         output = ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, sampled)
         if planned:
-            setattr(output, VERIFIED, num_verified)
+            send_facts(output, StepFacts(num_verified=num_verified))
         return output
 
     def _trimmed(self, planned: dict[str, int], num_fixed: int, context_ms: float) -> dict[str, int]:

@@ -373,7 +373,7 @@ def test_q_of_cut_drafts() -> None:
 @pytest.mark.parametrize("has_q", [False, True])
 def test_forced_tokens_on_the_device(has_q: bool) -> None:
     """Kills: a token in another slot or place; a q that is another draft's."""
-    from vllm_specplugins.engine.emitted import attach_forced
+    from vllm_specplugins.engine.messages import ForcedDraft, news_of
     from vllm_specplugins.engine.v2.runner import put_forced
 
     drafts, q = torch.full((3, 4), 9), torch.zeros(3, 4, 6) if has_q else None
@@ -381,7 +381,7 @@ def test_forced_tokens_on_the_device(has_q: bool) -> None:
     runner = SimpleNamespace(req_states=states, device=torch.device("cpu"), speculator=SimpleNamespace(draft_logits=q))
     output = SimpleNamespace()
     put_forced(runner, output)
-    attach_forced(output, {"a": (1, [3, 4]), "b": (3, [5])})
+    news_of(output).forced = ForcedDraft("a", 1, [3, 4]), ForcedDraft("b", 3, [5])
     put_forced(runner, output)
     assert drafts.tolist() == [[9, 9, 9, 5], [9, 9, 9, 9], [9, 3, 4, 9]]
     if q is not None:

@@ -22,8 +22,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_specplugins.counters import Counters
+from vllm_specplugins.engine.messages import DraftLengths, StepFacts, send_facts
 from vllm_specplugins.engine.v2.feedback import tally as tallies
-from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.gate.step_times import StepTimes
 
@@ -156,7 +156,8 @@ class Checked(Played):
         self._number += bool(names)
         self.now += 0.001 * (5 + self._token_ms * scheduled.total_num_scheduled_tokens)
         if not self._trims and self.is_ahead:
-            setattr(output, REPORT, {name: self._drafts.get(name, 0) for name in output.req_ids})
+            lengths = [self._drafts.get(name, 0) for name in output.req_ids]
+            send_facts(output, StepFacts(DraftLengths(output.req_ids, lengths)))
         return output
 
     def step(self) -> None:
@@ -191,7 +192,7 @@ def played(seed: int, num_steps: int) -> Checked:
 
 def test_facts_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a step at rest that verifies the draft of a request that the step before left out (`rests`); a step whose
-    drafts are older, or were shortened, that counts as one of the newest length (`VERIFIES`); a draft that takes the
+    drafts are older, or were shortened, that counts as one of the newest length (`verifies`); a draft that takes the
     token of another request (`MakesRoom`); a draft verified beyond what was made."""
     monkeypatch.setattr(played_scheduler, "engine_config", sized)
     monkeypatch.setattr(tallies, "AsyncCopy", lambda _, totals: SimpleNamespace(values=totals.clone().numpy))

@@ -14,6 +14,7 @@ if RUNNER != "v2":
 from recorded import runner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from vllm_specplugins.engine.messages import Emitted, StepFacts, StepNews, StepSums
 from vllm_specplugins.engine.scheduler import StepLengths
 from vllm_specplugins.engine.v2.scheduler import PlannedScheduler
 
@@ -42,8 +43,9 @@ class Played:
             emitted = 1 + right.cumprod(axis=1).sum(axis=1)
             drafts = {name: [-1] * verified for name in self.ids} if verified else {}
             scheduled = SimpleNamespace(
-                num_scheduled_tokens=self.ids, scheduled_spec_decode_tokens=drafts, specplugins_verifies=verified,
+                num_scheduled_tokens=self.ids, scheduled_spec_decode_tokens=drafts,
                 total_num_scheduled_tokens=len(self.ids) * (1 + verified), num_spec_tokens_to_schedule=length,
+                specplugins=StepNews(verifies=verified),
             )  # fmt: skip
             self.lengths.tell(scheduled, SimpleNamespace(sampled_token_ids=[[0] * n for n in emitted]))
             drafted.append(length)
@@ -72,11 +74,13 @@ def test_what_is_told() -> None:
         scheduled = SimpleNamespace(
             num_scheduled_tokens=num_tokens, scheduled_spec_decode_tokens=drafts,
             total_num_scheduled_tokens=sum(num_tokens.values()), num_spec_tokens_to_schedule=length,
-            specplugins_verifies=2,
+            specplugins=StepNews(verifies=2),
         )  # fmt: skip
         order = {name: row for row, name in enumerate(reversed(num_tokens))}
         emitted = [[7] * (3 if name == "b" else 1) for name in order]
-        output = SimpleNamespace(sampled_token_ids=emitted, req_id_to_index=order, specplugins_num_verified=2)
+        output = SimpleNamespace(
+            sampled_token_ids=emitted, req_id_to_index=order, specplugins=StepFacts(num_verified=2)
+        )
         lengths.tell(scheduled, output)
 
     for ids, prompt, length in (("ab", 0, 2), ("a", 0, 2), ("ab", 0, 4), ("ab", 9, 2), ("", 9, 2), ("cb", 0, 2)):
@@ -109,10 +113,10 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
         scheduled = SimpleNamespace(
             num_scheduled_tokens=dict(zip(ids, counts.tolist(), strict=True)), scheduled_spec_decode_tokens=drafts,
             total_num_scheduled_tokens=int(counts.sum()), num_spec_tokens_to_schedule=length,
-            specplugins_verifies=drafted,
+            specplugins=StepNews(verifies=drafted),
         )  # fmt: skip
         own.tell(scheduled, SimpleNamespace(
-            sampled_token_ids=[[0] * n for n in emitted.tolist()], specplugins_num_verified=verified,
+            sampled_token_ids=[[0] * n for n in emitted.tolist()], specplugins=StepFacts(num_verified=verified),
             req_id_to_index={name: row for row, name in enumerate(ids)},
         ))  # fmt: skip
         at.append((emitted.sum(), now))
@@ -181,7 +185,7 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
 def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> list[int]:
     """How many of so many tokens are planned for requests whose last drafts had so many, and that may have so many."""
     scheduler = PlannedScheduler.__new__(PlannedScheduler)
-    scheduler._emitted, scheduler._watch = (0, {}), SimpleNamespace(taken=list)
+    scheduler._emitted, scheduler._watch = Emitted(), SimpleNamespace(taken=StepSums)
     scheduler._planned = {str(row): length for row, length in enumerate(found)}
     scheduler._has_options, scheduler._plans_whole, scheduler._lengths = False, False, None
     scheduler.num_spec_tokens, scheduler.max_model_len, scheduler._drafted = most, 9 + room, 0

@@ -8,7 +8,8 @@ import pytest
 from conftest import RUNNER
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.metrics.steps import BURST, DRAFTING, StepTotals, StepWatch
+from vllm_specplugins.engine.messages import NO_SUMS, StepFacts
+from vllm_specplugins.engine.metrics.steps import BURST, StepTotals, StepWatch
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.stage import StageProposer
@@ -43,13 +44,13 @@ def test_a_step_is_recorded() -> None:
     totals = StepTotals(lambda series, seconds: observed.append((series, seconds)))
     watch.add(step([0, 0], [0, 0], num_prompt_tokens=30), outcome(2), [1, 1])
     now[0] = 10.5
-    watch.add(step([3, 0], [100, 1200]), outcome(2, "FULL", **{DRAFTING: (0.125, None)}), [3, 1])
+    watch.add(step([3, 0], [100, 1200]), outcome(2, "FULL", specplugins=StepFacts(draft_seconds=0.125)), [3, 1])
     now[0] = 10.75
     watch.add(step([3, 4], [103, 1201]), outcome(2, "NONE"), [4, 1])
     watch.pause()
     now[0] = 90.0
     watch.add(step([3, 4], [107, 1202]), outcome(2, "FULL"), [1, 1])
-    assert watch.taken() == {}
+    assert watch.taken() == NO_SUMS
     watch.pause()
     totals.add(watch.taken())
     totals.add(watch.taken())
@@ -94,7 +95,7 @@ def test_a_trimmed_step() -> None:
 def test_why_there_is_no_draft(lengths: Any, chosen: Any, verified: Any, before: Any, reason: Any) -> None:
     """Kills: a reason that is given for a step with a draft, or one that another step's drafting had."""
     watch, totals = StepWatch(), StepTotals(lambda *_: None)
-    watch.add(step([1], [9]), outcome(1, **{DRAFTING: (0.0, before)}), [1])
+    watch.add(step([1], [9]), outcome(1, specplugins=StepFacts(undrafted=before)), [1])
     watch.add(step(lengths, [9, 9]), outcome(2), [1, 1], chosen, verified)
     watch.pause()
     totals.add(watch.taken())
@@ -108,7 +109,7 @@ def test_a_failure_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
     watch = StepWatch()
     for _ in range(3 * BURST):
         watch.add(SimpleNamespace(), outcome(1), [1])
-        assert watch.taken() == {}
+        assert watch.taken() == NO_SUMS
     assert len(caplog.records) == 1
 
 

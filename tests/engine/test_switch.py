@@ -11,6 +11,7 @@ from played_scheduler import Played
 
 from vllm_specplugins.engine import switch
 from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.messages import news_of
 
 SCHEDULES = [False, True] if RUNNER == "v2" else [False]
 
@@ -29,7 +30,7 @@ def test_thrown_under_load(is_async: bool, gate: str) -> None:
         found = schedule()
         num = sum(map(len, found.scheduled_spec_decode_tokens.values())) + found.num_spec_tokens_to_schedule
         planned[played.scheduler.is_off] += num
-        assert switch.is_off(found) == played.scheduler.is_off
+        assert news_of(found).is_off == played.scheduler.is_off
         return found
 
     played.scheduler.schedule = counted

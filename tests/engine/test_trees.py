@@ -18,6 +18,7 @@ from tree_attention import attend_by_reference
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.config.trees import chain_length
 from vllm_specplugins.engine.hooks import both
+from vllm_specplugins.engine.messages import news_of
 from vllm_specplugins.engine.trees import check_trees
 
 on_v2 = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
@@ -160,7 +161,7 @@ def test_what_the_gate_does(
         left = {name: own.max_tokens - own.num_output_tokens for name, own in scheduler.requests.items()}
         # At its end a request gets no whole tree any more.
         whole = [len(drafts[name]) for name in drafts if left.get(name, 0) > N + 1]
-        verified.append((scheduled.specplugins_verifies, *whole))
+        verified.append((news_of(scheduled).verifies, *whole))
         return update(scheduled, output)
 
     monkeypatch.setattr(scheduler, "dynamic_sd_lookup", Turns())

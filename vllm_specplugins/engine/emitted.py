@@ -7,14 +7,12 @@ from collections import Counter
 from typing import Any
 
 from vllm_specplugins.counters import Forced
+from vllm_specplugins.engine.messages import Emitted, facts_of, news_of
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
-from vllm_specplugins.engine.metrics.steps import STEPS, StepWatch
+from vllm_specplugins.engine.metrics.steps import StepWatch
 from vllm_specplugins.engine.room import MakesRoom
 from vllm_specplugins.engine.switch import Switched
 
-EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by position
-VERIFIED = "specplugins_num_verified"  # attribute of ModelRunnerOutput: verified draft tokens, if drafts were trimmed
-VERIFIES = "specplugins_verifies"  # attribute of SchedulerOutput: the draft length that the step before chose
 _BY_POSITION = "num_accepted_tokens_per_pos"
 
 
@@ -26,7 +24,7 @@ class CountsEmitted(Switched, MakesRoom):
         self._num_steps, self._dropped = 0, Counter[int]()  # request steps without first tokens; tokens by position
         self._num_reported, self._to_report = 0, Counter[int]()
         self._watch = StepWatch()
-        self._sent = self._emitted = 0, dict[int, int]()  # the totals sent to the worker; a new tuple per change
+        self._sent = self._emitted = Emitted()  # the totals sent to the worker; a new tuple per change
 
     def add_request(self, request: Any) -> None:
         if request.resumable:  # other requests keep vLLM's method
@@ -35,7 +33,7 @@ class CountsEmitted(Switched, MakesRoom):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM truncates the lists
-        lengths = getattr(scheduler_output, VERIFIES, None), getattr(model_runner_output, VERIFIED, None)
+        lengths = news_of(scheduler_output).verifies, facts_of(model_runner_output).num_verified
         self._watch.add(scheduler_output, model_runner_output, num_sampled, *lengths)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         num_emitted = 0
@@ -46,8 +44,8 @@ class CountsEmitted(Switched, MakesRoom):
                     self._num_steps += core_output.prefill_stats is None
         if sum(num_sampled) > num_emitted:
             self._drop(outputs, model_runner_output.req_id_to_index, num_sampled)
-        if self._num_steps != self._emitted[0]:
-            self._emitted = self._num_steps, self._emitted[1]
+        if self._num_steps != self._emitted.num_steps:
+            self._emitted = self._emitted._replace(num_steps=self._num_steps)
         sent = model_runner_output.ec_connector_output
         if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
             self._correct(sent.ec_connector_stats.data[REPORT])
@@ -62,8 +60,9 @@ class CountsEmitted(Switched, MakesRoom):
             positions = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
             self._dropped.update(positions)
             self._to_report.update(positions)
-        if self._dropped != self._emitted[1]:
-            self._emitted = self._num_steps, dict(self._dropped)
+        dropped = tuple(self._dropped[position] for position in range(1 + max(self._dropped, default=-1)))
+        if dropped != self._emitted.dropped:
+            self._emitted = Emitted(self._num_steps, dropped)
 
     def _correct(self, report: dict[str, Any]) -> None:
         """Subtracts dropped tokens, as far as the report contains them; counts from the device arrive later."""
@@ -91,8 +90,8 @@ class CountsEmitted(Switched, MakesRoom):
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
         self._sent = self._emitted
-        setattr(scheduler_output, EMITTED, self._sent)
-        setattr(scheduler_output, STEPS, self._watch.taken())
+        news = news_of(scheduler_output)
+        news.emitted, news.sums = self._sent, self._watch.taken()
 
     def has_finished_requests(self) -> bool:
         """Also true until the worker has received the last totals, which takes an empty step if scheduling is
@@ -100,14 +99,9 @@ class CountsEmitted(Switched, MakesRoom):
         return self._sent is not self._emitted or super().has_finished_requests()  # type: ignore[misc]
 
 
-_FORCED = "specplugins_forced"  # attribute of SchedulerOutput
 NEVER = [-1]  # a worker's draft for a request that can verify one position only
 
 
-def attach_forced(scheduler_output: Any, forced: Forced) -> None:
-    setattr(scheduler_output, _FORCED, forced)
-
-
 def forced_in(scheduler_output: Any) -> Forced:
-    forced: Forced = getattr(scheduler_output, _FORCED, {})
-    return forced
+    forced = news_of(scheduler_output).forced
+    return {draft.request_id: (draft.num_before, draft.token_ids) for draft in forced}

@@ -7,8 +7,9 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_specplugins.engine.emitted import VERIFIED, VERIFIES, CountsEmitted
+from vllm_specplugins.engine.emitted import CountsEmitted
 from vllm_specplugins.engine.masks import LimitsMasks
+from vllm_specplugins.engine.messages import facts_of, news_of
 from vllm_specplugins.gate.common_length import CommonLength
 
 
@@ -18,13 +19,14 @@ class StepLengths(CommonLength):
     def tell(self, scheduled: Any, output: Any) -> None:
         step_ms, counts, drafts = self.step_ms(), scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         length = scheduled.num_spec_tokens_to_schedule
-        if length != getattr(scheduled, VERIFIES, None):
+        if length != news_of(scheduled).verifies:
             return
         num_reqs, share, emitted = len(counts), 1.0, output.sampled_token_ids
         total, num_drafts = scheduled.total_num_scheduled_tokens, sum(map(len, drafts.values()))
         if total > num_reqs + num_drafts:  # the step read prompts, too
-            num_reqs, verified = len(drafts) or list(counts.values()).count(1), getattr(output, VERIFIED, num_drafts)
-            share = (num_reqs + min(verified, num_drafts)) / (total - num_drafts + min(verified, num_drafts))
+            num_reqs, verified = len(drafts) or list(counts.values()).count(1), facts_of(output).num_verified
+            verified = num_drafts if verified is None else min(verified, num_drafts)
+            share = (num_reqs + verified) / (total - num_drafts + verified)
             emitted = [emitted[output.req_id_to_index[request_id]] for request_id in drafts]
         self.add(num_reqs, length, length, step_ms, list(map(len, emitted)), share)
 
@@ -67,7 +69,7 @@ class Choosing(LimitsMasks, CountsEmitted):
         verifies: int | None = self._drafted
         if limit is not None or not drafts.keys() <= self._scheduled:  # some are shorter, or older than the last step
             verifies = None if drafts else 0
-        setattr(scheduler_output, VERIFIES, verifies)
+        news_of(scheduler_output).verifies = verifies
         self._drafted = scheduler_output.num_spec_tokens_to_schedule
         self._scheduled = scheduler_output.num_scheduled_tokens.keys()
 

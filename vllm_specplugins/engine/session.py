@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_specplugins.counters import Counters, Forced, RequestRates, StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.engine.messages import Emitted, StepFacts
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.stage import stage_of
 
@@ -49,7 +50,8 @@ class Session:
         tally: counts on the device.
         budget: trims drafts on the device.
         late: drafts in a thread.
-        emitted: the scheduler's counts (engine/emitted.py).
+        emitted: the scheduler's counts.
+        facts: of this step, for the scheduler.
         forced: tokens of this step that the scheduler adds after drafts.
         is_warming_up: then a request's name may be anything.
         undrafted: why the newest call drafted nothing.
@@ -63,7 +65,8 @@ class Session:
     tally: DeviceCounts | None = None
     budget: Trims | None = None
     late: Settles | None = None
-    emitted: tuple[int, dict[int, int]] | None = None
+    emitted: Emitted | None = None
+    facts: StepFacts = field(default_factory=StepFacts)
     forced: Forced | None = None
     is_warming_up: bool = False
     undrafted: str | None = None

@@ -8,11 +8,11 @@ from collections import defaultdict
 from typing import Any
 
 from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.messages import news_of
 
 logger = logging.getLogger("vllm.specplugins")
 GATE = "specplugins_gate"  # the worker's method
 NONE, AUTO = "none", "auto"
-_OFF = "specplugins_off"  # attribute of SchedulerOutput
 _NO_DRAFTS = defaultdict[int, int](int)
 
 
@@ -53,11 +53,6 @@ def checked_mode(mode: Any, data_parallel_size: int) -> str:
     return str(mode)
 
 
-def is_off(scheduler_output: Any) -> bool:
-    """Whether drafting is switched off in a step."""
-    return getattr(scheduler_output, _OFF, False)
-
-
 class Switched:
     """A mixin for vLLM's schedulers, with the switch."""
 
@@ -86,4 +81,4 @@ class Switched:
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
-        setattr(scheduler_output, _OFF, self.is_off)
+        news_of(scheduler_output).is_off = self.is_off

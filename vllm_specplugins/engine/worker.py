@@ -12,15 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import Codec, ProposerContext
-from vllm_specplugins.engine.emitted import EMITTED
 from vllm_specplugins.engine.frontend.fallback import check_choice
 from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.engine.messages import news_of
 from vllm_specplugins.engine.metrics.export import shown_on
 from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.engine.metrics.report import Reporter, tell_states
-from vllm_specplugins.engine.metrics.steps import STEPS
 from vllm_specplugins.engine.session import Session
-from vllm_specplugins.engine.switch import NONE, checked_mode, is_off
+from vllm_specplugins.engine.switch import NONE, checked_mode
 from vllm_specplugins.engine.vllm_api.compat import untested_version
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import cause_text, fault_of
@@ -117,7 +116,8 @@ class _WithProposer:
             return self._sample_tokens(grammar_output)
 
     def _execute_model(self, scheduler_output: Any) -> Any:
-        self._session.emitted = getattr(scheduler_output, EMITTED, self._session.emitted)  # vLLM's warm-up has none
+        news = news_of(scheduler_output)
+        self._session.emitted = news.emitted or self._session.emitted  # vLLM's warm-up has none
         if scheduler_output.finished_req_ids:  # before a new request has the slot of a finished one
             self._reporter.forget(scheduler_output.finished_req_ids)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -125,8 +125,8 @@ class _WithProposer:
         if is_idle:
             self._session.totals()  # begins to copy the device's counts
             self._session.settle()
-        self._reporter.steps.add(getattr(scheduler_output, STEPS, {}))
-        self._reporter.is_off = is_off(scheduler_output)
+        self._reporter.steps.add(news.sums)
+        self._reporter.is_off = news.is_off
         if output is None or not is_idle or not self._reports:
             return output
         return self._reporter.attach(output, is_last=True)

@@ -8,10 +8,11 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.config import methods_of, stage_names
-from vllm_specplugins.engine.emitted import NEVER, CountsEmitted, attach_forced
+from vllm_specplugins.engine.emitted import NEVER, CountsEmitted
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
 from vllm_specplugins.engine.masks import LimitsMasks
+from vllm_specplugins.engine.messages import ForcedDraft, news_of
 from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
@@ -83,6 +84,7 @@ class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
         super()._update_after_schedule(scheduler_output)
         drafts, scheduled = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens
         counts = {request_id: num for request_id, num in self._num_before.items() if request_id in scheduled}
-        attach_forced(scheduler_output, {id_: (num, drafts[id_][num:]) for id_, num in counts.items() if id_ in drafts})
+        forced = (ForcedDraft(id_, num, drafts[id_][num:]) for id_, num in counts.items() if id_ in drafts)
+        news_of(scheduler_output).forced = tuple(forced)
         waiting = {id_: num for id_, num in self._num_before.items() if id_ not in counts and id_ in self.requests}
         self._num_before = waiting

@@ -15,10 +15,10 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.engine.emitted import VERIFIED
 from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, faults, totals
 from vllm_specplugins.engine.harness.traffic import Answer, Forced, Machine, Traffic, Turn
 from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.messages import facts_of
 from vllm_specplugins.request_options import STORES_NOTHING
 
 SLICE_S = 0.3
@@ -147,7 +147,8 @@ class _Steps:
         num_reqs, num_tokens = len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
         num_drafted = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         if num_reqs and num_tokens == num_reqs + num_drafted and self._ended > before:
-            num_trimmed = num_drafted - min(num_drafted, getattr(output, VERIFIED, num_drafted))
+            num_verified = facts_of(output).num_verified
+            num_trimmed = 0 if num_verified is None else num_drafted - min(num_drafted, num_verified)
             self._steps.append((num_tokens - num_trimmed, 1000 * (self._ended - before)))
         return update(scheduled, output)
 

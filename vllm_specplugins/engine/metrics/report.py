@@ -14,8 +14,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.counters import Counters, StageCounters
+from vllm_specplugins.engine.messages import StepFacts, send_facts
 from vllm_specplugins.engine.metrics.names import COUNTS, GAUGES, HEALTH, REPORT, SEPARATOR, key
-from vllm_specplugins.engine.metrics.steps import DRAFTING, StepTotals
+from vllm_specplugins.engine.metrics.steps import StepTotals
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.isolation.faults import cause_text
 from vllm_specplugins.stage import stage_of, stages_of
@@ -69,7 +70,9 @@ class Reporter:
     def note(self, carrier: Any) -> None:
         """Sends the facts of a step's drafting to the scheduler."""
         last_ms, self._noted_ms = self._noted_ms, self._session.barrier.counters.propose_ms
-        setattr(carrier, DRAFTING, ((self._noted_ms - last_ms) / 1000, self._session.undrafted))
+        facts, self._session.facts = self._session.facts, StepFacts()
+        facts.draft_seconds, facts.undrafted = (self._noted_ms - last_ms) / 1000, self._session.undrafted
+        send_facts(carrier, facts)
 
     def drop(self) -> None:
         """Drops the counts of vLLM's warm-up; gauges, such as a store's size, are still reported."""
@@ -156,7 +159,7 @@ class Reporter:
     def _values(self, counters: Counters) -> Iterator[tuple[str, float]]:
         """Yields totals and gauges, without a call of a user's code."""
         if self._show is not None and self._session.emitted is not None:  # no scheduler sees this report
-            yield key("steps"), self._session.emitted[0]
+            yield key("steps"), self._session.emitted.num_steps
         yield key("drafting_off"), self.is_off
         for length, count in enumerate(counters.draft_lengths):
             yield key("draft_lengths", length), count

@@ -14,17 +14,15 @@ from math import isnan, nan
 from time import perf_counter
 from typing import Any
 
+from vllm_specplugins.engine.messages import NO_SUMS, StepSums, facts_of
 from vllm_specplugins.engine.metrics.names import SEPARATOR, TABLE, key
 from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
-STEPS = "specplugins_steps"  # attribute of SchedulerOutput: counts that the worker has not seen
-DRAFTING = "specplugins_drafting"  # attribute of ModelRunnerOutput: seconds on the host; why the next step has no draft
 MORE, WHOLE = "more", "none"  # labels: above the last bound; no token of the draft was rejected
 BOUNDS = ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), (0, 1, 2, 4, 8, 16, 32, 64))  # of a shape's labels
 BURST = 32  # steps that are counted together
-_UNKNOWN = 0.0, None
 _LABELS = tuple((*map(str, bounds), MORE) for bounds in BOUNDS)
 
 
@@ -78,7 +76,8 @@ class StepWatch:
     def add(self, scheduled: Any, output: Any, num_sampled: Any, chosen: Any = None, verified: Any = None) -> None:
         """Adds a step, with the sampled tokens of each row, the draft length that the scheduler chose for it, and its
         verified draft tokens if drafts were trimmed."""
-        drafting = getattr(output, DRAFTING, _UNKNOWN)
+        told = facts_of(output)
+        drafting = told.draft_seconds, told.undrafted
         facts = output.req_id_to_index, output.cudagraph_stats, drafting  # the output has tensors, too
         self._steps.append((self._clock(), scheduled, facts, num_sampled, chosen, verified))
 
@@ -86,13 +85,13 @@ class StepWatch:
         """Stops the clock while there are no requests."""
         self._steps.append(None)
 
-    def taken(self) -> Mapping[str, Any]:
-        """Increments and lists of seconds since the last ones, by series; none until there are many, or no request."""
+    def taken(self) -> StepSums:
+        """The counts since the last ones; none until there are many, or no request."""
         steps = self._steps
         if not steps or (len(steps) < BURST and steps[-1] is not None):
-            return {}
+            return NO_SUMS
         self._steps, sums = [], defaultdict[Shape, _Steps](_Steps)
-        counts, times = defaultdict[str, float](float), dict[str, list[float]]()
+        counts, times = defaultdict[str, float](float), list[tuple[str, tuple[float, ...]]]()
         try:
             for step in steps * (not self._has_failed):
                 if reason := self._count(step, sums):
@@ -101,11 +100,11 @@ class StepWatch:
                 for series, num in its.series(shape):
                     counts[series] += num
                 if its.seconds:
-                    times[key("shape_time_seconds", *labels_of(shape))] = its.seconds
+                    times.append((key("shape_time_seconds", *labels_of(shape)), tuple(its.seconds)))
         except Exception as error:
             self._has_failed = True
             logger.error("Metrics of steps end (%s). Requests continue.", cause_text(error))
-        return {**counts, **times}
+        return StepSums(tuple(counts.items()), tuple(times))
 
     def _count(self, step: Any, sums: Mapping[Shape, _Steps]) -> str | None:
         """Counts a step, unless it reads prompts. Returns the reason why it verified no draft, if so."""
@@ -146,14 +145,13 @@ class StepTotals:
         self._observe = observe
         self.counts, self._seconds = defaultdict[str, float](float), defaultdict[str, float](float)
 
-    def add(self, more: Mapping[str, Any]) -> None:
+    def add(self, more: StepSums) -> None:
         """Adds the counts of a StepWatch."""
-        for series, value in more.items():
-            if not isinstance(value, list):
-                self.counts[series] += value
-                continue
-            self._seconds[series] += sum(value)
-            for seconds in value:
+        for series, num in more.counts:
+            self.counts[series] += num
+        for series, times in more.seconds:
+            self._seconds[series] += sum(times)
+            for seconds in times:
                 self._observe(series, seconds)
 
     def rows(self) -> list[dict[str, Any]]:

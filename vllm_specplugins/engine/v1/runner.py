@@ -19,8 +19,8 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.emitted import NEVER, forced_in
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.messages import news_of
 from vllm_specplugins.engine.session import Session
-from vllm_specplugins.engine.switch import is_off
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
 from vllm_specplugins.engine.v1.edits import edit_of_drafts
@@ -176,7 +176,7 @@ class _Adapter:
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
         request_ids = [input_batch.req_ids[row] for row in rows]
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
-        if is_off(scheduler_output):
+        if news_of(scheduler_output).is_off:
             self._session.count(self._feedback(request_ids, num_accepted, scheduler_output))
             self._drafted_at = time.perf_counter()
             return [[] for _ in sampled_token_ids]

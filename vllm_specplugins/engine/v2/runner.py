@@ -15,14 +15,14 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import states
 
 from vllm_specplugins.custom import import_object
-from vllm_specplugins.engine.emitted import VERIFIED, forced_in
+from vllm_specplugins.engine.emitted import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.masks import apply_short_masks
+from vllm_specplugins.engine.messages import StepFacts, news_of
 from vllm_specplugins.engine.session import Session
-from vllm_specplugins.engine.switch import is_off
 from vllm_specplugins.engine.target.layers import map_all_logits
 from vllm_specplugins.engine.v2 import learning, memory
-from vllm_specplugins.engine.v2.feedback.report import REPORT, SampledTokens
+from vllm_specplugins.engine.v2.feedback.report import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.built_in import with_drafter
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
@@ -78,7 +78,7 @@ def attach(runner: Any, session: Session) -> None:
             session.forced = forced_in(scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
-        speculator.num_off = speculator.num_off + 1 if is_off(scheduler_output) else 0
+        speculator.num_off = speculator.num_off + 1 if news_of(scheduler_output).is_off else 0
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         speculator.remove(gone)
         if speculator.readings is not None:
@@ -147,9 +147,9 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
             return _noted(speculator, sample(grammar_output))
     output = _noted(speculator, sample(grammar_output))
     if hasattr(output, "model_runner_output"):
-        setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
-        if (budget := speculator.session.budget) is not None:
-            setattr(output.model_runner_output, VERIFIED, budget.num_verified)
+        session = speculator.session
+        num_verified = None if session.budget is None else session.budget.num_verified
+        session.facts = StepFacts(speculator.report.num_draft(), num_verified)
     return output
 
 

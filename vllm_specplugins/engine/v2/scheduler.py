@@ -8,8 +8,8 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_specplugins.engine.frontend.options import RequestLimits
+from vllm_specplugins.engine.messages import facts_of
 from vllm_specplugins.engine.scheduler import Choosing
-from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.common_length import fill_a_graph
 from vllm_specplugins.request_options import draft_limit
 
@@ -32,8 +32,8 @@ class PlannedScheduler(Choosing, AsyncScheduler):
         self._has_options |= bool(self._limits_of(request).options)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        lengths = getattr(model_runner_output, REPORT, None)
-        if lengths and scheduler_output.num_spec_tokens_to_schedule:  # otherwise the step did not draft
+        lengths = facts_of(model_runner_output).num_draft
+        if lengths is not None and scheduler_output.num_spec_tokens_to_schedule:  # otherwise the step did not draft
             if self._lengths is not None and not self._planned:  # the worker cannot trim
                 self._lengths.times.expect(trims=False)
             self._planned.update(lengths.items())

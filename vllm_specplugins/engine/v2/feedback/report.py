@@ -10,8 +10,7 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_specplugins.draft import Int32Array
-
-REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
+from vllm_specplugins.engine.messages import DraftLengths
 
 
 class AsyncCopy:
@@ -30,8 +29,8 @@ class AsyncCopy:
         return self._values.numpy()
 
 
-class ArrivingLengths:
-    """The number of draft tokens of each request, while it is copied. Pickling turns it into a dictionary."""
+class ArrivingLengths(DraftLengths):
+    """The number of draft tokens of each request, while it is copied. Pickling waits for the copy."""
 
     def __init__(self, arriving: AsyncCopy):
         self._arriving = arriving
@@ -39,8 +38,8 @@ class ArrivingLengths:
     def items(self) -> list[tuple[str, int]]:
         return list(zip(self._arriving.request_ids, self._arriving.values().tolist(), strict=True))
 
-    def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
-        return dict, (dict(self.items()),)
+    def __reduce__(self) -> tuple[type, tuple[list[str], list[int]]]:
+        return DraftLengths, (self._arriving.request_ids, self._arriving.values().tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +73,10 @@ class DraftReport:
     trims: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self) -> None:
-        self._lengths: ArrivingLengths | dict[str, int] = {}
+        self._lengths: DraftLengths | None = None
         self._rows: Callable[[], list[list[int]]] | None = None
 
-    def tell(
-        self, lengths: ArrivingLengths | dict[str, int], rows: Callable[[], list[list[int]]] | None = None
-    ) -> None:
+    def tell(self, lengths: DraftLengths | None, rows: Callable[[], list[list[int]]] | None = None) -> None:
         """Accepts the drafts of the step that ends now. If structured output checks them, `rows` returns their tokens,
         possibly with further tokens after a draft's end. Other drafts stay on the device, and have ids of -1."""
         self._lengths, self._rows = lengths, rows
@@ -88,11 +85,11 @@ class DraftReport:
         """Does nothing, since `tell` already has the drafts."""
 
     def get_draft_tokens(self) -> DraftTokenIds:
-        lengths = dict(self._lengths.items())
+        lengths = dict(self._lengths.items() if self._lengths else ())
         rows = self._rows() if self._rows else [[-1] * num for num in lengths.values()]
         return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
 
-    def num_draft(self) -> ArrivingLengths | dict[str, int]:
+    def num_draft(self) -> DraftLengths | None:
         """The lengths of drafts, for a scheduler that plans before the drafts exist. The lengths of trimmed drafts are
         not sent, since they would cut the draft of a later step."""
-        return {} if self.trims() else self._lengths
+        return None if self.trims() else self._lengths

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.engine.messages import DraftLengths
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, adapters_of, updates_in_place
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
@@ -144,7 +145,7 @@ class Speculator(DraftModelSpeculator):
         """Returns drafts [num_reqs, K] int64, padded with 0, which can be verified as a token."""
         num_reqs = input_batch.num_reqs
         if self.is_off:
-            self.report.tell(dict.fromkeys(input_batch.req_ids, 0))
+            self.report.tell(DraftLengths(input_batch.req_ids, [0] * num_reqs))
             return self.draft_tokens[:num_reqs].zero_()  # vLLM 0.33 writes -1 into it
         rehearses = dummy_run or self.session.is_warming_up
         if self.runs_target and self.runner.lora_config is not None:

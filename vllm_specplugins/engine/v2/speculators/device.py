@@ -179,7 +179,7 @@ class DeviceSpeculator(Speculator):
             tokens = AsyncCopy(input_batch.req_ids, self.draft_tokens[:num_reqs])
             self.report.tell(self.outcomes.lengths(input_batch.req_ids), lambda: tokens.values().tolist())
         else:
-            self.report.tell({} if self.report.trims() else self.outcomes.lengths(input_batch.req_ids))
+            self.report.tell(None if self.report.trims() else self.outcomes.lengths(input_batch.req_ids))
 
     def _draft_eagerly(self, input_batch: Any, edit: Any, num_steps: int) -> None:
         start, guard = time.perf_counter(), self.session.barrier.guard

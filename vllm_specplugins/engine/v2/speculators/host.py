@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
+from vllm_specplugins.engine.messages import DraftLengths
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
@@ -83,7 +84,7 @@ class HostSpeculator(Speculator):
                 draft = self._propose(input_batch, num_sampled, num_rejected, max_tokens)
                 self._keep(draft)
                 rows = drafts.tolist() if input_batch.has_structured_output_reqs else None
-            lengths = dict(zip(input_batch.req_ids, draft.num_draft.tolist(), strict=True))
+            lengths = DraftLengths(input_batch.req_ids, draft.num_draft.tolist())
             self.report.tell(lengths, rows and (lambda: rows))
         if not self.runs_target and group.world_size > 1:
             group.broadcast(drafts, src=0)
