@@ -14,7 +14,7 @@ if RUNNER != "v2":
 from recorded import runner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_specplugins.engine.messages import Emitted, StepFacts, StepNews, StepSums
+from vllm_specplugins.engine.messages import Emitted, StepFacts, StepNews
 from vllm_specplugins.engine.scheduler import StepLengths
 from vllm_specplugins.engine.v2.scheduler import PlannedScheduler
 
@@ -185,7 +185,7 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
 def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> list[int]:
     """How many of so many tokens are planned for requests whose last drafts had so many, and that may have so many."""
     scheduler = PlannedScheduler.__new__(PlannedScheduler)
-    scheduler._emitted, scheduler._watch = Emitted(), SimpleNamespace(taken=StepSums)
+    scheduler._emitted, scheduler._watch = Emitted(), SimpleNamespace(taken=lambda: None)
     scheduler._planned = {str(row): length for row, length in enumerate(found)}
     scheduler._has_options, scheduler._plans_whole, scheduler._lengths = False, False, None
     scheduler.num_spec_tokens, scheduler.max_model_len, scheduler._drafted = most, 9 + room, 0

@@ -30,10 +30,7 @@ class StepSums(NamedTuple):
     seconds: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
-NO_SUMS = StepSums()
-
-
-@dataclass(slots=True)
+@dataclass
 class DraftLengths:
     request_ids: Sequence[str]
     lengths: Sequence[int]
@@ -42,7 +39,7 @@ class DraftLengths:
         return list(zip(self.request_ids, self.lengths, strict=True))
 
 
-@dataclass(slots=True)
+@dataclass
 class StepNews:
     """From the scheduler, with a step.
 
@@ -55,10 +52,10 @@ class StepNews:
     emitted: Emitted | None = None
     verifies: int | None = None
     forced: tuple[ForcedDraft, ...] = ()
-    sums: StepSums = NO_SUMS
+    sums: StepSums | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class StepFacts:
     """From a worker, with a step's outcome.
 

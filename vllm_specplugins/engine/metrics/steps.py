@@ -14,7 +14,7 @@ from math import isnan, nan
 from time import perf_counter
 from typing import Any
 
-from vllm_specplugins.engine.messages import NO_SUMS, StepSums, facts_of
+from vllm_specplugins.engine.messages import StepSums, facts_of
 from vllm_specplugins.engine.metrics.names import SEPARATOR, TABLE, key
 from vllm_specplugins.isolation.faults import cause_text
 
@@ -85,11 +85,11 @@ class StepWatch:
         """Stops the clock while there are no requests."""
         self._steps.append(None)
 
-    def taken(self) -> StepSums:
+    def taken(self) -> StepSums | None:
         """The counts since the last ones; none until there are many, or no request."""
         steps = self._steps
         if not steps or (len(steps) < BURST and steps[-1] is not None):
-            return NO_SUMS
+            return None
         self._steps, sums = [], defaultdict[Shape, _Steps](_Steps)
         counts, times = defaultdict[str, float](float), list[tuple[str, tuple[float, ...]]]()
         try:
@@ -145,8 +145,10 @@ class StepTotals:
         self._observe = observe
         self.counts, self._seconds = defaultdict[str, float](float), defaultdict[str, float](float)
 
-    def add(self, more: StepSums) -> None:
+    def add(self, more: StepSums | None) -> None:
         """Adds the counts of a StepWatch."""
+        if more is None:
+            return
         for series, num in more.counts:
             self.counts[series] += num
         for series, times in more.seconds:
