@@ -38,7 +38,8 @@ class PlayedServer(Played):
             lengths.times.expect(trims=True)
         most = self.scheduler.num_spec_tokens
         self._copies = dict[str, bool]()
-        self._mean, self._had_none = np.zeros((num_decoding + 64, most)), np.zeros(num_decoding + 64, bool)
+        self._mean, self._was_poor = np.zeros((num_decoding + 64, most)), np.zeros(num_decoding + 64, bool)
+        self._mean_gain = np.zeros(num_decoding + 64)
         self._arrived, self.first_ms = dict[str, float](), dict[str, float]()
         self._ends: list[float] = []
         for row in range(num_decoding):
@@ -85,7 +86,7 @@ class PlayedServer(Played):
         slots, counts = np.arange(len(planned)), np.array(list(planned.values()))
         budget = num_planned
         if context_ms + self._verify_ms[num_fixed + num_planned] > FREE * (context_ms + self._verify_ms[num_fixed]):
-            records = probs, self._mean, self._had_none, slots, counts
+            records = probs, self._mean, self._mean_gain, self._was_poor, 0.0, slots, counts
             ms = context_ms, self._verify_ms, 0.0, num_planned
             budget = best_budget(*records, num_fixed, len(planned), *ms)
         survival = np.where(np.arange(probs.shape[1]) < counts[:, None], probs.cumprod(1), -1.0)

@@ -14,7 +14,7 @@ if RUNNER != "v2":
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from vllm_specplugins.engine.adaptive.budget import AcceptProbs, Budget
-from vllm_specplugins.gate.budget import best_budget
+from vllm_specplugins.gate.budget import POOR_BESIDE, best_budget
 
 S, K = 12, 3
 NOTHING, FOUND = [0.0, 0.0, 0.0], [0.9, 0.8, 0.0]
@@ -45,15 +45,16 @@ def probs(num_slots: int = S, width: int = K) -> AcceptProbs:
     return AcceptProbs(torch.ones(num_slots + 1, width), host, host.numpy())
 
 
-def budgets(slots: list[int], steps: list[list[list[float]]]) -> list[int]:
+def budgets(slots: list[int], steps: list[list[list[float]]], poor: float = 0.0) -> list[int]:
     """Of each of these requests alone, after these steps, where a token must survive with more than a half."""
-    found, had = np.zeros((S, K)), np.zeros(S, bool)
+    found, gain, had = np.zeros((S, K)), np.zeros(S), np.zeros(S, bool)
     flat = np.concatenate((np.full(1, 1.0), 1.5 + 0.5 * np.arange(60.0)))
     for step in steps:
         known = np.zeros((S, K), np.float32)
         known[slots] = step
         each = [
-            best_budget(known, found, had, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, 0.0, K) for slot in slots
+            best_budget(known, found, gain, had, poor, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, 0.0, K)
+            for slot in slots
         ]  # fmt: skip
     return each
 
@@ -63,6 +64,14 @@ def test_a_request_is_expected_to_find_what_it_found() -> None:
     something was found tells of one in which nothing was."""
     turns = [[NOTHING, NOTHING, FOUND], [FOUND, NOTHING, FOUND]] * 20
     assert budgets([2, 0, 3], [*turns, [NOTHING] * 3]) == [2, 0, 0]
+
+
+def test_a_poor_draft_tells_of_a_better_one() -> None:
+    """Beside a drafter there is always a draft, and a lookup's comes after a poor one. Fails if only a step without any
+    draft tells of the next one, or if a request whose drafts are all poor is expected to have a better one."""
+    poor = [0.2] * K
+    turns = [[poor, poor, FOUND], [FOUND, poor, FOUND]] * 20
+    assert budgets([2, 0, 3], [*turns, [poor] * 3], POOR_BESIDE) == [2, 0, 0]
 
 
 def test_as_vllm_chooses() -> None:
@@ -105,10 +114,10 @@ def test_a_new_request() -> None:
     own, known = manager(), probs()
     budget = Budget(own, known)
     known.host[:], known.newest[:] = 0.0, 0.0
-    budget._rule.mean_survival[3], budget._rule.had_none[3] = 0.5, True
+    budget._rule.mean_survival[3], budget._rule.was_poor[3] = 0.5, True
     own.add_request(3)
     assert known.host[3].tolist() == known.newest[3].tolist() == [1.0] * K and not known.host[4].any()
-    assert not budget._rule.mean_survival[3].any() and not budget._rule.had_none[3] and own._pending_resets == []
+    assert not budget._rule.mean_survival[3].any() and not budget._rule.was_poor[3] and own._pending_resets == []
 
 
 def test_what_is_edited_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from vllm_specplugins.kernels.compiled import compiled
 
 FREE = 1.02  # a step with all drafts that takes this times one without drafts costs nothing
-DECAY = 0.8  # per step after one without a match, of a request's mean survival
+POOR_BESIDE = 0.5  # of the mean gain: beside a drafter's, a poor draft gains no more; a lookup's gains nothing
+DECAY = 0.8  # per step after a poor draft, of a request's mean survival, and per step of its mean gain
 
 
 class Costs(NamedTuple):
@@ -37,13 +38,15 @@ class Prices(NamedTuple):
 
 
 class StepBudget:
-    """Chooses for steps one after the other, and remembers by slot what earlier matches were worth."""
+    """Chooses for steps one after the other, and remembers by slot the worth of drafts after poor ones."""
 
-    def __init__(self, num_slots: int, max_num_draft: int):
-        self.mean_survival, self.had_none = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots, bool)
+    def __init__(self, num_slots: int, max_num_draft: int, beside_drafter: bool = False):
+        self._poor_share = POOR_BESIDE if beside_drafter else 0.0
+        self.mean_survival, self.mean_gain = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots)
+        self.was_poor = np.zeros(num_slots, bool)
 
     def clear(self, slot: int) -> None:
-        self.mean_survival[slot], self.had_none[slot] = 0.0, False
+        self.mean_survival[slot], self.mean_gain[slot], self.was_poor[slot] = 0.0, 0.0, False
 
     def choose(
         self,
@@ -59,15 +62,18 @@ class StepBudget:
         if budget <= limit and costs.of(num_fixed, budget) <= FREE * costs.of(num_fixed, 0):
             return budget
         accept_probs, slots, num_sampling = read()
-        records, counts = (accept_probs, self.mean_survival, self.had_none), np.array(num_drafts, np.int64)
-        return int(best_budget(*records, slots, counts, num_fixed, num_sampling, *costs, min(budget, limit)))
+        records = accept_probs, self.mean_survival, self.mean_gain, self.was_poor, self._poor_share
+        batch = slots, np.array(num_drafts, np.int64), num_fixed, num_sampling
+        return int(best_budget(*records, *batch, *costs, min(budget, limit)))
 
 
-@compiled("i8(f4[:, :], f8[:, :], b1[:], i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
+@compiled("i8(f4[:, :], f8[:, :], f8[:], b1[:], f8, i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
 def best_budget(
     accept_probs: Any,  # [S, K]
-    mean_survival: Any,  # [S, K], in steps after one without a match; written
-    had_none: Any,  # [S], whether the step before had no match; written
+    mean_survival: Any,  # [S, K], in steps after one with a poor draft; written
+    mean_gain: Any,  # [S], expected tokens of a draft; written
+    was_poor: Any,  # [S], whether the draft of the step before gained at most a share of that; written
+    poor_share: float,
     slots: Any,  # [R]
     num_drafts: Any,  # [R]
     num_fixed: int,
@@ -77,22 +83,24 @@ def best_budget(
     token_ms: float,  # of a draft token beside that
     limit: int,
 ) -> int:
-    """The number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens. A lookup
-    without a match has probability 0. After a step without a match, a request therefore also scores by the mean of its
-    earlier matches, so that the next match gets a budget."""
+    """The number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens. The
+    next draft of a lookup may be far better than the one whose probabilities are known. After a draft that gains less
+    than the request's usual ones, the request therefore also scores by the mean of what followed such drafts."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
-        survival, had = 1.0, had_none[slot]
+        survival, gain, was = 1.0, 0.0, was_poor[slot]
         for step in range(num_draft):
             survival *= accept_probs[slot, step]
-            if had:
+            gain += survival
+            if was:
                 mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
             score = max(survival, mean_survival[slot, step])
             if score > 0:
                 scores[count] = score
                 count += 1
         if num_draft:
-            had_none[slot] = accept_probs[slot, 0] == 0
+            was_poor[slot] = gain <= poor_share * mean_gain[slot]
+            mean_gain[slot] += (1 - DECAY) * (gain - mean_gain[slot])
     scores = np.sort(scores[:count])
     tokens, best = float(num_sampling), 0
     best_rate = tokens / (draft_ms + verify_ms[num_fixed])

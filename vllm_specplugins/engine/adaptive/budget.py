@@ -50,6 +50,7 @@ class Budget:
         accept_probs: None: vLLM's.
         edits_any: whether any of these slots, [R], has edits of its logits, for which a step copies the logits.
         max_model_len: the longest context; 0: only vLLM's table prices contexts.
+        beside_drafter: whether a drafter of vLLM drafts beside a lookup.
 
     Attributes:
         num_verified: draft tokens of the newest step.
@@ -61,12 +62,13 @@ class Budget:
         accept_probs: AcceptProbs | None,
         edits_any: Callable[[np.ndarray], bool] = lambda slots: False,
         max_model_len: int = 0,
+        beside_drafter: bool = False,
     ):
         self._edits_any = edits_any
         self._manager, self._probs = manager, accept_probs
         self._req_states, num_slots = manager.req_states, manager.req_states.max_num_reqs
         max_num_draft = manager.num_speculative_steps
-        self._rule = StepBudget(num_slots, max_num_draft)
+        self._rule = StepBudget(num_slots, max_num_draft, beside_drafter)
         self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
         self._newest = manager._confidence_probs if accept_probs is None else accept_probs.newest[:num_slots]
         self._add, self._compact = manager.add_request, manager.compact_batch
@@ -74,6 +76,7 @@ class Budget:
         self._counts: Any = None  # of the batch: draft tokens, all tokens, and where its logits begin
         self._prices, self._context = Prices(), (0, 0, 0.0)  # requests, steps since the last look, mean context
         self._step = 0.0, 0.0, 1, 1  # ms beside the table's, of a draft token, too; tokens without drafts and with all
+        self._draft_ms = 0.0  # of these ms
         if max_model_len:
             measure_prices(manager, max_model_len, partial(setattr, self, "_prices"))
         self._uploaded: dict[Any, torch.Tensor] = {}  # of uniform batches
@@ -107,7 +110,8 @@ class Budget:
             max_rows = min(max_rows, EDITED_ROWS)
         limit = max(0, max_rows - num_reqs * self._manager.num_bonus_tokens)
         context = self._context_of(num_tokens) if self._prices.read_ms else 0.0
-        costs = self._prices.costs(float(draft_ms[num_reqs]), verify_ms, num_reqs, context)
+        self._draft_ms = float(draft_ms[num_reqs])
+        costs = self._prices.costs(self._draft_ms, verify_ms, num_reqs, context)
         self._step = costs.step_ms, costs.token_ms, num_fixed, total
         budget = self._rule.choose(costs, num_fixed, num_drafts, limit, partial(self._read, num_tokens, num_drafts))
         self.num_verified = budget
@@ -127,6 +131,12 @@ class Budget:
         (step_ms, token_ms, num_fixed, total), (_, verify_ms) = self._step, self._manager.cost_tables or (None, [0, 0])
         table_ms = (verify_ms[total] - verify_ms[num_fixed]) / max(1, total - num_fixed)
         return {"step": (step_ms + verify_ms[num_fixed]) / 1000, "draft_token": (token_ms + table_ms) / 1000}
+
+    def pass_ms(self, num_passes: int) -> tuple[float, float]:
+        """Milliseconds of the newest step without drafting, and of each of these passes that draft."""
+        (step_ms, token_ms, num_fixed, _), (_, verify_ms) = self._step, self._manager.cost_tables
+        verifying_ms = float(verify_ms[num_fixed + self.num_verified]) + self.num_verified * token_ms
+        return step_ms - self._draft_ms + verifying_ms, self._draft_ms / num_passes
 
     def _read(self, num_tokens: Mapping[str, int], num_drafts: Sequence[int]) -> tuple[Any, Any, int]:
         slots, num_sampling = self._slots(num_tokens), len(num_tokens)
@@ -177,7 +187,7 @@ class Budget:
     def _uniform_starts(self, num_reqs: int) -> torch.Tensor:
         width = 1 + self._uniform
         if width not in self._uploaded:
-            ends = len(self._rule.had_none) * width + 1
+            ends = len(self._rule.was_poor) * width + 1
             self._uploaded[width] = torch.arange(0, ends, width, dtype=torch.int32, device=self._newest.device)
         return self._uploaded[width][: num_reqs + 1]
 

@@ -41,7 +41,8 @@ def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any
         record = manager.record_confidences  # the runner may hand over those of a drafter of vLLM's
         manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
         edits_any = getattr(getattr(runner.rejection_sampler, "editor", None), "edits_any", lambda slots: False)
-        speculator.session.budget = Budget(manager, speculator.outcomes.shared_probs, edits_any, runner.max_model_len)
+        more = edits_any, runner.max_model_len, speculator.offers is not None
+        speculator.session.budget = Budget(manager, speculator.outcomes.shared_probs, *more)
         return manager
 
     with replaced(model_runner, {"maybe_create_adaptive_verification_manager": created}):
