@@ -235,14 +235,14 @@ def _acceptance(shapes: Shapes) -> _Case:
         for slots, drafts, sampled, rejected in steps:
             accept_probs = torch.zeros_like(drafts.confidence)
             tables = tuple(torch.zeros(2, num_slots, shapes.max_num_draft, device=there))
-            copies = torch.zeros(num_slots, 1, device=there)
+            reports = torch.zeros(num_slots, 2, device=there)
             others = [Other(1, shapes.max_num_draft, continues, (slots % 3).int()) for continues in (True, False)]
-            for other, table in product((*others, None), ((copies, 1.0), None)) if num_stages > 1 else ():
+            for other, table in product((*others, None), (reports, None)) if num_stages > 1 else ():
                 results += worth(state, slots, drafts, other, table, implementation)
             for keeps, written in ((False, ()), (True, tables), (True, ())):
                 predict(state, slots, drafts, accept_probs, implementation, keeps, written)
             observe(state, slots, sampled, rejected, implementation)
-            results += [copies, accept_probs, *tables]
+            results += [reports, accept_probs, *tables]
         return [*results, *state[:4]]
 
     return _Case(operation, tuple(inputs.make_outcomes(4, 20, num_stages, shapes.max_num_draft)), tolerance=_TOLERANCE)

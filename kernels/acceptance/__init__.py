@@ -129,10 +129,10 @@ def worth(
     slots: Any,  # [R] int64
     drafts: Drafts,
     other: Other | None = None,
-    copies: tuple[Any, float] | None = None,
+    reports: Any = None,
     implementation: str | None = None,
 ) -> Worth:
-    """Compares drafts with another stage, in one launch. Without `other` all tokens are sent. `copies` is a table [S,
-    1] float32 and a threshold: a slot's entry becomes 1 if its gain reaches the threshold, and 0 otherwise."""
-    result: Worth = module_of(__name__, state.tried, implementation).worth(state, slots, drafts, other, copies)
+    """Compares drafts with another stage, in one launch. Without `other` all tokens are sent. `reports` [S, 2]
+    float32 gets the gain of each slot's draft and, with `other`, the acceptance rate of the other stage's tokens."""
+    result: Worth = module_of(__name__, state.tried, implementation).worth(state, slots, drafts, other, reports)
     return result

@@ -131,9 +131,8 @@ def _worth_kernel(
     asked_ptr,
     other,
     depth,
-    # [S, 1] or None
-    copies_ptr,
-    least,
+    # [S, 2] or None, written
+    reports_ptr,
     num_rows,
     K: tl.constexpr,
     M: tl.constexpr,
@@ -152,8 +151,8 @@ def _worth_kernel(
     survival = tl.where(is_token, alive, 0.0)
     gain = tl.sum(survival, axis=1)
     tl.store(result.gain + rows, gain, mask=inside)
-    if copies_ptr is not None:
-        tl.store(copies_ptr + slots, (gain >= least).to(tl.float32), mask=inside)
+    if reports_ptr is not None:
+        tl.store(reports_ptr + 2 * slots, gain.to(tl.float32), mask=inside)
     num_kept = num_draft
     if asked_ptr is not None:
         bins = tl.arange(0, _BIN_LANES)[None, :]
@@ -164,6 +163,8 @@ def _worth_kernel(
         accepted = tl.sum(tl.load(state.accepted + cells, mask=is_cell, other=0.0), axis=1)
         tried = tl.sum(tl.load(state.tried + cells, mask=is_cell, other=0.0), axis=1)
         rate = (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
+        if reports_ptr is not None:
+            tl.store(reports_ptr + 2 * slots + 1, rate.to(tl.float32), mask=inside)
         gains, others = rate * 0.0, alive * 0.0  # by the other stage's tokens: of some length, and after each end
         for length in range(1, depth + 1):
             gains = rate * (1.0 + gains)
@@ -214,14 +215,13 @@ def worth(
     slots: torch.Tensor,  # [R]
     drafts: Drafts,
     other: Other | None,
-    copies: tuple[torch.Tensor, float] | None,  # [S, 1]
+    reports: torch.Tensor | None,  # [S, 2], written
 ) -> Worth:
     tiles, drafts = _tiles(state, _PREDICT_TOKENS, 1), Drafts(*(part.contiguous() for part in drafts))
     result = Worth(state.tried.new_empty(len(slots)), torch.empty_like(drafts.num_draft, dtype=torch.int32))
     stage, depth, continues, asked = other or Other(0, 0, False, None)
-    table, least = copies or (None, 0)
     _worth_kernel[(triton.cdiv(len(slots), tiles["ROWS"]),)](
-        result, state, slots, drafts, asked, stage, depth, table, float(least), len(slots), **tiles,
+        result, state, slots, drafts, asked, stage, depth, reports, len(slots), **tiles,
         CONTINUES=continues, num_warps=1,
     )  # fmt: skip
     return result

@@ -89,20 +89,22 @@ def worth(
     slots: torch.Tensor,  # [R]
     drafts: Drafts,
     other: Other | None,
-    copies: tuple[torch.Tensor, float] | None,  # [S, 1]
+    reports: torch.Tensor | None,  # [S, 2], written
 ) -> Worth:
     accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
     predict(state, slots, drafts, accept_probs, False, ())
     survival, num_kept = accept_probs.cumprod(dim=1), drafts.num_draft
     gain = survival.sum(dim=1)
-    if copies is not None:
-        copies[0][slots, 0] = (gain >= copies[1]).float()
+    if reports is not None:
+        reports[slots, 0] = gain.float()
     if other is not None:  # its bins are not known before it has drafted
         shared_tried, shared_accepted = (
             each[other.stage].sum() for each in (state.shared_tried, state.shared_accepted)
         )
         tried, accepted = (each[slots, other.stage].sum(dim=1) for each in (state.tried, state.accepted))
         rate = (accepted + PRIOR_WEIGHT * shared_accepted / shared_tried) / (tried + PRIOR_WEIGHT)
+        if reports is not None:
+            reports[slots, 1] = rate.float()
         best = best_length(survival, rate[:, None], num_kept, other.depth, other.continues)
         num_kept = torch.where(other.asked > 0, best, num_kept)
     return Worth(gain, num_kept.int())

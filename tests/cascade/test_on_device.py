@@ -126,7 +126,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
     cascade = on_host(policy, most)
     proposer = dict(cascade.named_stages())["1 early_exit"]
     proposer.continues_drafts = policy == "auto"
-    tracker = SimpleNamespace(worth=lambda drafts, *_: SimpleNamespace(num_kept=drafts.num_draft))
+    tracker = SimpleNamespace(worth=lambda drafts, *_, **__: SimpleNamespace(num_kept=drafts.num_draft))
     source = CheckedOnDevice(proposer) if policy == "verify" else DeviceModel(proposer, tracker)
     stages, num_mixed, distances = [0, 0], 0, {}
     for batch in batches():

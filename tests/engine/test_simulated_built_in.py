@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from cases import generate
 from conftest import ALL, INTERPRETED, graphs
@@ -16,6 +17,8 @@ from families import VOCAB_SIZE, checkpoint
 from recorded import drafts_pay, replays, runner
 from simulated_device.device import Device, simulated_device
 from vllm import SamplingParams
+
+from vllm_specplugins.gate.drafter_length import CONTINUED
 
 OTHER, ANY = list(range(10, 60)), list(range(VOCAB_SIZE))  # a prompt that does not repeat, and what may follow it
 K, OWN, NUM_TOKENS = 8, 3, 16
@@ -92,6 +95,9 @@ def test_who_copies_needs_no_drafter(engine: Any, device: Device, method: str) -
     was missed all are drafted for. Fails if one request's copying stops the drafts of another, if the drafter misses
     tokens that it was spared, or rests for longer."""
     llm, least = started(engine, method), int(method not in ("dflash", "dspark"))
+    runner(llm).adaptive_verification.set_cost_curves([(1, 1e-6), (8, 1e-6)], [(1, 8.0), (4096, 8.1)])
+    known = runner(llm).speculator.specplugins.outcomes._state
+    known.shared_tried[1], known.shared_accepted[1] = 1000, 950  # of the drafter, as if it were good
     copied = played(llm, [([5] * 20, [5])] * 2)
     assert all(set(tokens) == {5} for tokens in copied)
     with steps_of(llm) as steps:
@@ -106,7 +112,7 @@ def test_who_copies_needs_no_drafter(engine: Any, device: Device, method: str) -
 
 
 class Step(NamedTuple):
-    """Whether the drafter was spared it, how often it ran, and whether all turn out to copy."""
+    """Whether the shortest length was chosen, how often the drafter ran, and whether all turn out to copy."""
 
     spared: bool
     runs: int
@@ -116,25 +122,34 @@ class Step(NamedTuple):
 @contextmanager
 def steps_of(llm: Any) -> Iterator[list[Step]]:
     """From now on; what the host hears of the device is a step older."""
-    theirs, steps, heard = runner(llm).speculator, [], [False, False]
+    theirs, steps, heard, chosen = runner(llm).speculator, [], [], []
     ours, eager = theirs.specplugins, []
     graphs = [getattr(theirs, f"{kind}_cudagraph_manager", None) for kind in ("prefill", "decode", "query")]
-    copies, run, draft_step = ours.outcomes.copies, theirs._run_model, ours._draft_step
+    reports, run, draft_step = ours.outcomes.reports, theirs._run_model, ours._draft_step
+    choose = ours.drafter_length
     before = sum(map(replays, graphs))
 
-    def late(slots: Any) -> bool:
-        heard.append(copies(slots))
-        return heard[-2]
+    def late(slots: Any) -> Any:
+        heard.append(reports(slots))
+        return heard[-2] if heard[1:] and len(heard[-2]) == len(slots) else heard[-1]
+
+    def length(batch: Any, lengths: Any) -> int:
+        chosen.append(choose(batch, lengths))
+        return chosen[-1]
 
     def watched(input_batch: Any, *rest: Any) -> None:
         nonlocal before
         draft_step(input_batch, *rest)
         total = len(eager) + sum(map(replays, graphs))
-        steps.append(Step(heard[-2], total - before, copies(input_batch.idx_mapping_np)))
+        gains, rates = reports(input_batch.idx_mapping_np).T
+        powers = rates[:, None] ** np.arange(1, OWN + 1)
+        most = (powers.cumsum(axis=1) + CONTINUED * powers)[:, 1:].max(axis=1)
+        steps.append(Step(chosen[-1] < 2, total - before, bool((gains >= most).all())))
         before = total
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours.outcomes, "copies", late)
+        patch.setattr(ours.outcomes, "reports", late)
+        patch.setattr(ours, "drafter_length", length)
         patch.setattr(theirs, "_run_model", lambda *args, **more: eager.append(0) or run(*args, **more))
         patch.setattr(ours, "_draft_step", watched)
         yield steps

@@ -20,7 +20,8 @@ from vllm_specplugins.kernels.acceptance.reference import new_state
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.draft_tracker import DraftTracker
-from vllm_specplugins.gate.gate import GOOD_ACCEPTANCE, Gate
+from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE
 from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9

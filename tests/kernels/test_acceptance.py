@@ -26,10 +26,10 @@ def run(steps: list[Any], num_stages: int, width: int, implementation: str) -> t
     for index, step in enumerate(steps):
         slots, drafts, sampled, rejected = to_device(step, device)
         accept_probs = torch.full(drafts.stage.shape, POISON, dtype=torch.float64, device=device)
-        copies = torch.full((len(state.tried), 1), POISON, device=device)
+        reports = torch.full((len(state.tried), 2), POISON, device=device)
         other = Other(num_stages - 1, index % (width + 1), index % 2 == 0, (slots % 4).int())
-        actual += worth(state, slots, drafts, other if index % 5 else None, (copies, width / 4), implementation)
-        actual.append(copies)
+        actual += worth(state, slots, drafts, other if index % 5 else None, reports, implementation)
+        actual.append(reports)
         tables = tuple(torch.full((2, *state.sent_stage.shape), POISON, device=device)) if index % 2 else ()
         predict(state, slots, drafts, accept_probs, implementation, tables=tables)
         actual += tables

@@ -8,6 +8,7 @@ from vllm_specplugins.kernels.budget.host import share_budget
 
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.gate.budget import StepBudget
+from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 from vllm_specplugins.tools.replay import on_device
 from vllm_specplugins.tools.replay.costs import CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic, number_of
@@ -32,6 +33,14 @@ class Scripted(Proposer):
             right = self.traffic.histories[number][len(text) :][: min(length, limit)]
             token_ids[row, : len(right)], num_draft[row] = right, len(right)
         return Draft(token_ids, num_draft, np.full(batch.num_reqs, 8, np.float32))
+
+    def draft(self, batch: DraftBatch, prefix: DraftArrays, max_tokens: Any) -> DraftArrays:
+        """Right tokens after the prefix, if the script has only drafts that continue others."""
+        token_ids, num_draft = np.zeros((batch.num_reqs, K), np.int32), max_tokens * (self.script == [0])
+        for row, (name, text) in enumerate(zip(batch.request_ids, batch.token_ids, strict=True)):
+            right = self.traffic.histories[number_of(name)][len(text) + prefix.num_draft[row] :][: num_draft[row]]
+            token_ids[row, : len(right)] = right
+        return of_stage(0, token_ids, num_draft, np.full(batch.num_reqs, 8.0))
 
 
 def counted(num_reqs: int, num_tokens: int) -> Traffic:
@@ -111,3 +120,12 @@ def test_a_copying_request_spares_the_drafter() -> None:
     assert totals.accepted / totals.drafted > 0.9
     num_steps = round(totals.step_ms / 10.3)
     assert 2.0 * num_steps < totals.drafting_ms < 8.0 * num_steps
+
+
+def test_a_lookup_continues_the_drafter() -> None:
+    """A drafter of 2 right tokens beside a lookup that finds nothing but what follows them. Fails if the drafter's
+    tokens go to the target alone, or if the lookup's come after others than the drafter's."""
+    traffic = counted(1, 300)
+    traffic.accepted = [{"head": np.full(300, 2, np.int32)}]
+    totals = played(traffic, [0], DeviceLengths, CostTable.line(10.0, 0.01), drafter=Drafter("head", 1.0, 0.0, 2))
+    assert totals.accepted / totals.drafted > 0.9 and totals.steps < 300 / 8

@@ -30,6 +30,7 @@ class DeviceBatch(NamedTuple):
         longest: upper bound of a text's tokens; None while a graph is recorded, which must fit any text.
         rates: whether the confidence of tokens is needed.
         on_logits: gets the logits of a model's steps.
+        max_lookup: [R] int32, max tokens of a draft that ends with those of a lookup; None: nothing continues drafts.
     """
 
     slots: torch.Tensor
@@ -38,6 +39,7 @@ class DeviceBatch(NamedTuple):
     longest: int | None = None
     rates: bool = False
     on_logits: OnLogits | None = None
+    max_lookup: torch.Tensor | None = None
 
 
 class DeviceSource(Protocol):
@@ -64,11 +66,10 @@ class DeviceCascade(StageProposer):
 
 class DeviceModel:
     """A model proposer, alone or after a lookup. It continues the lookup's draft if it can read draft tokens, and
-    otherwise drafts where the lookup has no draft. `tracker` rates drafts by their `worth` on request; `depth` limits
-    the tokens of the model's drafts."""
+    otherwise drafts where the lookup has no draft. `tracker` rates drafts by their `worth` on request."""
 
-    def __init__(self, proposer: ModelProposer, tracker: Any = None, depth: int = 0):
-        self.proposer, self._tracker, self._depth = proposer, tracker, depth
+    def __init__(self, proposer: ModelProposer, tracker: Any = None):
+        self.proposer, self._tracker = proposer, tracker
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
         max_tokens = max_tokens.clamp(max=batch.num_steps)
@@ -78,7 +79,7 @@ class DeviceModel:
         if batch.rates:
             # The split goes by what is known before the model has drawn a token: it must not depend on the draw.
             other = Other(MODEL, batch.num_steps, continues, max_tokens)
-            prefix = prefix.cut(self._tracker.worth(prefix, self._depth, other).num_kept)
+            prefix = prefix.cut(self._tracker.worth(prefix, other, reports=True).num_kept)
         if batch.num_steps == 0:
             return prefix._replace(by_stage=(looked_up, looked_up * 0 - 1))
         steps = self.steps(batch, prefix if continues else None)

@@ -55,6 +55,13 @@ class DraftTracker:
         host.predict(self.state, rows, rated(drafts), self._prior_weight, probs)
         return probs
 
+    def rates(self, rows: Ints, stage: int) -> Floats:
+        """Returns the acceptance rate of all tokens of a stage, [R]."""
+        tried, accepted, shared_tried, shared_accepted, *_ = self.state
+        weight, prior = self._prior_weight, shared_accepted[stage].sum() / shared_tried[stage].sum()
+        rates: Floats = (accepted[rows, stage].sum(axis=1) + weight * prior) / (tried[rows, stage].sum(axis=1) + weight)
+        return rates
+
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
         """Returns whether each request had at least `min_length` draft tokens, all accepted, the last one from another
         stage."""

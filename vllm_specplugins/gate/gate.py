@@ -20,18 +20,16 @@ from numba import types
 
 from vllm_specplugins.gate.costs import LoadCosts, StepCosts, UsualMs
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
+from vllm_specplugins.gate.trials import EXPLORE_EVERY, GOOD_ACCEPTANCE, steps_between
 from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
 from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.arrays import Ints as IntArray
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
-EXPLORE_EVERY = 12  # steps, at least, between two trials of a stage that does not pay
-EXPLORE_SHARE = 0.01  # of the time, at most, goes to one kind of trial
 MIN_CALLS = 3  # before which a stage's time may be a hiccup, and does not limit trials
 EMPTY_ANSWERS = 8  # in a row, after which the gate asks a stage on the host only now and then
 ASK_EVERY = 50  # steps, at least, between two of these questions
-GOOD_ACCEPTANCE = 0.75  # probability for text that suits a stage, whatever the record of other text says
 RUN_MARGIN = 1.5  # a stage may bring this times its expected gain: a lookup continues its tokens, too
 CUTS, TRIALS, POLLS, SKIPS = range(4)  # for which the gate counts the steps since the last trial, by stage
 
@@ -140,7 +138,7 @@ class Gate:
         passes = np.arange(len(gains)) / (len(gains) - 1)
         net = RUN_MARGIN * gains - costs.tokens_per_ms * saved_ms * passes
         best, quiet = int(net.argmax()), self._quiet[stage, SKIPS] + 1
-        if quiet > max(EXPLORE_EVERY, _steps_between(saved_ms, costs)):
+        if quiet > max(EXPLORE_EVERY, steps_between(saved_ms, costs.step_ms)):
             best = len(gains) - 1
         self._quiet[stage, SKIPS] = 0 if best else quiet
         return max_length + 1 - len(gains) + best if best else 0
@@ -157,7 +155,7 @@ class Gate:
         num_useful = self._tracker.num_useful(stage) - record.num_tried
         num_empty = record.num_empty * (num_useful <= record.num_useful)
         quiet = self._quiet[stage, POLLS] = self._quiet[stage, POLLS] + 1
-        wait = 0.0 if costs is None or num_empty < EMPTY_ANSWERS else _steps_between(record.answer.ms, costs)
+        wait = 0.0 if costs is None or num_empty < EMPTY_ANSWERS else steps_between(record.answer.ms, costs.step_ms)
         if wait > 1 and quiet < max(wait, ASK_EVERY):  # one that takes less than that share is asked in every step
             return False
         record.num_useful, record.num_empty, self._quiet[stage, POLLS] = num_useful, num_empty + 1, 0
@@ -177,17 +175,12 @@ class Gate:
         trial_ms = num_without * costs.slope_ms + token.ms
         is_known = not 0 < token.num_calls < MIN_CALLS
         quiet = self._quiet[trial] = self._quiet[trial] + 1
-        if quiet < max(EXPLORE_EVERY, is_known * _steps_between(trial_ms, costs)):
+        if quiet < max(EXPLORE_EVERY, is_known * steps_between(trial_ms, costs.step_ms)):
             return lengths
         self._quiet[trial] = 0
         for stage in stages[is_without].tolist():
             self._stages[stage].num_tried += 1
         return np.where(lengths > 0, lengths, np.minimum(1, limits))
-
-
-def _steps_between(trial_ms: float, costs: StepCosts) -> float:
-    """Returns the steps between trials that together take EXPLORE_SHARE of the time."""
-    return trial_ms / costs.step_ms / EXPLORE_SHARE
 
 
 _Prices = types.float64[::1]

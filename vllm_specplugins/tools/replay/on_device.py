@@ -1,7 +1,8 @@
 """Model Runner V2's choice of lengths, played by its classes. The scheduler chooses how many tokens a step drafts for
 each request, from steps that have ended. One step later, the host chooses how many draft tokens to verify, from
 acceptance probabilities that are a step old, and the device takes the likeliest ones. A recorded drafter drafts beside
-a lookup, and the draft that gains more is verified. R: requests of a step, K: max draft tokens."""
+a lookup, which continues its tokens, and the draft that gains more is verified. R: requests of a step, K: max draft
+tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +13,15 @@ from vllm_specplugins.draft import Draft, Feedback, Int32Array
 from vllm_specplugins.gate.budget import Prices, StepBudget
 from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.gate.draft_tracker import DraftTracker
+from vllm_specplugins.gate.drafter_length import NEW_REPORT, DrafterLength
 from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
 from vllm_specplugins.kernels.budget.host import share_budget
 from vllm_specplugins.structures.arrays import Ints, SlotTable
-from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, better, of_stage
+from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, better, join, of_stage
 from vllm_specplugins.tools.replay.costs import Load
 from vllm_specplugins.tools.replay.drafter import Drafter
 
+More = Callable[[DraftArrays], DraftArrays]
 BESIDE_PROMPTS = 1 - 1e-9  # share of a step that reads prompts, which are free here: its time is not one of its length
 
 
@@ -33,16 +36,18 @@ class DeviceLengths:
     def __init__(self, max_num_draft: int, load: Load, clock: Callable[[], float], drafter: Drafter | None):
         self._width, self._drafter, num_slots = max_num_draft, drafter, load.batch + 1
         self._chooser = CommonLength(max_num_draft, clock, trims=True)
-        self._budget = StepBudget(num_slots, max_num_draft)
+        self._budget = StepBudget(num_slots, max_num_draft, drafter is not None)
         self._tracker = DraftTracker(1 if drafter is None else 2, max_num_draft, PRIOR_WEIGHT)
         self._tracker.make_room(num_slots)
         self._slots, self._is_known = SlotTable(), np.zeros(num_slots, bool)
         self._probs = np.ones((2, num_slots, max_num_draft), np.float32)  # of the newest drafts, and of those before
-        self._copies = np.zeros((2, num_slots), bool)  # likewise: whether a lookup gains as much as the drafter can
+        self._reports = np.zeros((2, num_slots, 2))  # likewise: those of DrafterLength
+        self._drafter_length = DrafterLength()
         self._verify_ms = np.array([load.costs.step_ms(0, num) for num in range(num_slots * (max_num_draft + 1))])
         self._prices = Prices(load.costs.context_ms)
         self._length = self._verifies = 0  # draft tokens of each request: made by this step, and verified
         self._ended: Any = None  # the last step, as the scheduler learns from it
+        self._step_ms = 0.0  # of this step without a drafter
 
     def admitted(self, num_running: int, decoding: Sequence[str], context: int) -> Ints:
         """Begins a step. Returns the number of draft tokens that it verifies for each decoding request, [R]; `context`
@@ -53,14 +58,16 @@ class DeviceLengths:
             num_reqs, verified, drafted, emitted, share = self._ended
             self._chooser.add(num_reqs, verified, drafted, step_ms, emitted, share)
         num_reqs, slots = len(decoding), self._slots.of(decoding)
-        planned = np.full(num_reqs, self._verifies)
+        planned, mean_context = np.full(num_reqs, self._verifies), context / max(1, num_reqs)
+        self._step_ms = self._prices.costs(0.0, self._verify_ms, num_reqs, mean_context).of(num_reqs, 0)
         if not planned.any():
             return planned
         draft_ms = 0.0 if self._drafter is None else self._drafter.step_ms(num_reqs, self._drafter.num_draft)
-        costs = self._prices.costs(draft_ms, self._verify_ms, num_reqs, context / num_reqs)
+        costs = self._prices.costs(draft_ms, self._verify_ms, num_reqs, mean_context)
         total = int(planned.sum())
         read = lambda: (self._probs[1], slots, num_reqs)  # noqa: E731
         budget = self._budget.choose(costs, num_reqs, planned.tolist(), total, read)
+        self._step_ms = costs.of(num_reqs, budget) - draft_ms
         return share_budget(self._probs[0], slots, planned, budget) if budget < total else planned
 
     def observe(self, feedback: Feedback) -> tuple[int, int]:
@@ -78,28 +85,38 @@ class DeviceLengths:
         rests = self._drafter is None and not (self._length or self._verifies or share < 1)
         if rests:
             self._probs[:] = 1.0  # the next drafts are verified as a whole
-        depth = 0 if self._drafter is None else self._drafter.num_draft
-        if self._copies[1, slots].all():
-            depth = min(depth, 1)  # it takes in the verified tokens, which yields one
-        return self._length, min(depth, self._length)
+        return self._length, 0 if self._drafter is None else self._depth(self._drafter, slots)
+
+    def _depth(self, drafter: Drafter, slots: Ints) -> int:
+        """It takes in the verified tokens, which yields one token; each further one takes a pass."""
+        if min(drafter.num_draft, self._length) < 2:
+            return min(drafter.num_draft, self._length)
+        first_ms, all_ms = (drafter.step_ms(len(slots), length) for length in (1, drafter.num_draft))
+        lengths = range(1, drafter.num_draft + 1)
+        times = self._step_ms + first_ms, all_ms - first_ms
+        return min(self._drafter_length.choose(self._reports[1, slots], lengths, *times), self._length)
 
     def _add(self, slots: Ints) -> None:
         self._tracker.clear(slots)
-        self._is_known[slots], self._probs[:, slots], self._copies[:, slots] = True, 1.0, False
+        self._is_known[slots], self._probs[:, slots], self._reports[:, slots] = True, 1.0, NEW_REPORT
         for slot in slots.tolist():
             self._budget.clear(slot)
 
-    def keep(self, request_ids: Sequence[str], draft: Draft, offered: Int32Array | None) -> Draft:
-        """Returns the step's drafts: those of a lookup, or tokens of the drafter, [R, any number]."""
+    def keep(
+        self, request_ids: Sequence[str], draft: Draft, offered: Int32Array | None, more: More | None = None
+    ) -> Draft:
+        """Returns the step's drafts: those of a lookup, or tokens of the drafter, [R, any number], and `more` tokens of
+        the lookup."""
         slots, num_reqs = self._slots.of(request_ids), len(request_ids)
         confidence = np.full(num_reqs, FIRST_CONFIDENCE) if draft.confidence is None else draft.confidence
         drafts = of_stage(0, self._padded(draft.token_ids), draft.num_draft, confidence)
-        self._probs[1], self._copies[1] = self._probs[0], self._copies[0]
+        self._probs[1], self._reports[1] = self._probs[0], self._reports[0]
         if offered is not None and self._drafter is not None:
             num_offered = np.full(num_reqs, offered.shape[1])
             others = of_stage(1, self._padded(offered), num_offered, np.full(num_reqs, FIRST_CONFIDENCE))
+            others = others if more is None else join(others, more(others))
             gains = self._gains(slots, drafts), self._gains(slots, others)
-            self._copies[0, slots] = gains[0] >= self._drafter.num_draft
+            self._reports[0, slots] = np.stack((gains[0], self._tracker.rates(slots, 1)), axis=1)
             drafts = better(drafts, others, gains)
         if self._length:
             self._probs[0, slots] = self._tracker.accept_probs(slots, drafts)
@@ -136,7 +153,7 @@ class PlannedLengths(DeviceLengths):
     def observe(self, feedback: Feedback) -> tuple[int, int]:
         return self._width, 0
 
-    def keep(self, request_ids: Sequence[str], draft: Draft, offered: Int32Array | None) -> Draft:
+    def keep(self, request_ids: Sequence[str], draft: Draft, offered: Int32Array | None, more: Any = None) -> Draft:
         for name, length in zip(request_ids, draft.num_draft.tolist(), strict=True):
             self._drafted[name] = [*self._drafted.get(name, [])[-2:], length]
         return draft

@@ -18,6 +18,7 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.guard import Texts
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.stage import stage_of
+from vllm_specplugins.structures.drafts import DraftArrays
 from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.replay.candidates import Build
 from vllm_specplugins.tools.replay.costs import Load
@@ -265,10 +266,18 @@ class _DeviceEngine(_Engine):
         length, depth = self._lengths.observe(feedback)
         limited = replace(batch, max_num_draft=np.minimum(batch.max_num_draft, length).astype(np.int32))
         offered, self._num_reqs = None, batch.num_reqs
+        lookup: Any = self.barrier.proposer
         if self._drafter is not None:
             self._drafter_ms = self._drafter.step_ms(batch.num_reqs, depth)
             offered = self._drafter.draft(self._traffic, batch.request_ids, batch.token_ids)[:, :depth]
-        return self._lengths.keep(batch.request_ids, self.barrier.propose(limited, feedback), offered)
+
+        def more(drafts: DraftArrays) -> DraftArrays:
+            """The lookup's tokens after these."""
+            max_more = np.maximum(0, limited.max_num_draft - drafts.num_draft)
+            continued: DraftArrays = lookup.draft(limited, drafts, max_more)
+            return continued
+
+        return self._lengths.keep(batch.request_ids, self.barrier.propose(limited, feedback), offered, more)
 
     def forget(self, request_ids: Sequence[str], texts: Texts) -> None:
         super().forget(request_ids, texts)

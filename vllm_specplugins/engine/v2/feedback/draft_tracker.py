@@ -13,6 +13,7 @@ from vllm_specplugins.engine.adaptive.budget import AcceptProbs, new_accept_prob
 from vllm_specplugins.engine.v2.feedback.report import ArrivingLengths, AsyncCopy
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
+from vllm_specplugins.gate.drafter_length import NEW_REPORT
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance import Other, Worth, survivals, worth
 from vllm_specplugins.kernels.acceptance.reference import clear, new_state
@@ -45,7 +46,7 @@ class DraftTracker:
         self._step_rows = list(self._rows)  # without the padding
         self.accept_probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self.shared_probs = new_accept_probs(num_slots, max_num_draft, device)
-        self._copies: AcceptProbs | None = None  # 1 for a request that copies
+        self._reports: AcceptProbs | None = None  # of `worth`, by slot
         self._state = new_state(num_stages, num_slots + 1, max_num_draft, device)
         self._num_draft = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
@@ -53,8 +54,8 @@ class DraftTracker:
     def add(self, requests: Sequence[Request]) -> None:
         slots = {request.request_id: request.slot for request in requests}
         clear(self._state, async_tensor_h2d(np.array(list(slots.values())), self.device))
-        if self._copies is not None:
-            self._copies.host[list(slots.values())] = 0.0
+        if self._reports is not None:
+            self._reports.host[list(slots.values())] = NEW_REPORT
         self.tally.start(slots)
 
     def begin(self, num_reqs: int, *sampled: torch.Tensor) -> None:
@@ -95,16 +96,16 @@ class DraftTracker:
         slots, *fates = self.step_rows(num_rows)
         acceptance.observe(self._state, slots, *(self.fates or fates))
 
-    def worth(self, drafts: DraftArrays, copies_from: int | None = None, other: Other | None = None) -> Worth:
-        """Compares drafts with another stage. A row counts as copying if it gains at least `copies_from` tokens."""
-        slots, copies = self._rows.slots[: len(drafts.num_draft)], None
-        if copies_from is not None and self._copies is not None:
-            copies = self._copies.mapped, copies_from
-        return worth(self._state, slots, _rated(drafts), other, copies)
+    def worth(self, drafts: DraftArrays, other: Other | None = None, reports: bool = False) -> Worth:
+        """Compares drafts with another stage. `reports`: whether the host will read the gains and the stage's rates."""
+        slots, table = self._rows.slots[: len(drafts.num_draft)], None
+        if reports and self._reports is not None:
+            table = self._reports.mapped
+        return worth(self._state, slots, _rated(drafts), other, table)
 
-    def note_copies(self, drafts: DraftArrays, copies_from: int) -> None:
-        """Records which rows gain at least `copies_from` tokens, and therefore count as copying."""
-        self.worth(drafts, copies_from)
+    def note_worth(self, drafts: DraftArrays) -> None:
+        """Reports the gains of drafts to the host."""
+        self.worth(drafts, reports=True)
 
     def survivals(self, drafts: DraftArrays) -> torch.Tensor:
         """[R, K], the probability that a draft is accepted up to each position."""
@@ -112,13 +113,15 @@ class DraftTracker:
         survival: torch.Tensor = survivals(self._state, slots, _rated(drafts))
         return survival
 
-    def watch_copies(self) -> None:
-        """Makes `worth` report to the host which requests copy."""
-        self._copies = new_accept_probs(self._padding, 1, self.device)
+    def watch_worth(self) -> None:
+        """Makes `worth` report to the host."""
+        self._reports = new_accept_probs(self._padding, len(NEW_REPORT), self.device)
+        if self._reports is not None:
+            self._reports.host[:] = NEW_REPORT
 
-    def copies(self, slots: np.ndarray) -> bool:
-        """Whether all requests of these slots copied one or two steps ago."""
-        return self._copies is not None and bool(self._copies.host[slots].all())
+    def reports(self, slots: np.ndarray) -> np.ndarray | None:
+        """[R, 2], those of DrafterLength for these slots, one or two steps old; None if ranks might read others."""
+        return None if self._reports is None else self._reports.host[slots].astype(np.float64)
 
     def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool) -> None:
         """Stores a step's drafts, and counts them, the outcome of the last drafts and `max_draft` [R], the tokens that

@@ -87,9 +87,9 @@ class Speculator(DraftModelSpeculator):
             self.draft_logits.fill_(-torch.inf)
             self.draft_logits[..., 0] = 0.0
 
-    def spares(self, input_batch: Any) -> bool:
-        """Whether a drafter of vLLM need not draft in this step."""
-        return False
+    def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
+        """How many tokens a drafter of vLLM drafts for each request: one of these numbers, which rise."""
+        return lengths[-1]
 
     def load_model(self, target_model: nn.Module) -> None:
         if self.runs_target:

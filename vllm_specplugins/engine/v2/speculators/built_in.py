@@ -21,6 +21,7 @@ from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch
 from vllm_specplugins.draft import Offer
 from vllm_specplugins.engine.built_in import for_built_in, refuse_second_owner, without_built_in
 from vllm_specplugins.engine.hooks import both, replaced
+from vllm_specplugins.kernels.acceptance import Other
 from vllm_specplugins.structures.drafts import DraftArrays, better, of_stage
 
 
@@ -30,9 +31,11 @@ class BuiltInDrafts:
     Args:
         max_num_draft: K of the cascade.
         tracker: rates drafts by their `worth`.
+        lookups: continue its drafts.
     """
 
-    def __init__(self, theirs: Any, max_num_draft: int, tracker: Any):
+    def __init__(self, theirs: Any, max_num_draft: int, tracker: Any, lookups: Any):
+        self._lookups = lookups
         self._token_ids, self._accept_probs = theirs.draft_tokens, theirs.draft_token_confidence_probs
         self.max_num_draft, self._tracker = theirs.num_speculative_steps, tracker
         self._padding = 0, max_num_draft - self.max_num_draft
@@ -53,13 +56,17 @@ class BuiltInDrafts:
         return self
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """Chooses, for each row, the previous source's draft or this one's, whichever gains more."""
+        """Chooses, for each row, the previous source's draft or this one's with the lookup's tokens after it, whichever
+        gains more."""
         assert prefix is not None
         drafts, gains = self.drafts(max_tokens), None
+        joined = self._lookups.continued(batch, drafts)
         if batch.rates:
-            gains = self._tracker.worth(prefix, self.max_num_draft).gain, self._tracker.worth(drafts).gain
-        by_stage = prefix.num_draft, torch.where(max_tokens > 0, drafts.num_draft, -1)
-        return better(prefix, drafts, gains)._replace(by_stage=by_stage)
+            gain = self._tracker.worth(prefix, Other(MODEL, 0, False, max_tokens), reports=True).gain
+            gains = gain, self._tracker.worth(joined).gain
+        num_looked_up = torch.maximum(prefix.num_draft, joined.num_draft - drafts.num_draft)
+        by_stage = num_looked_up, torch.where(max_tokens > 0, drafts.num_draft, -1)
+        return better(prefix, joined, gains)._replace(by_stage=by_stage)
 
     def drafts(self, max_tokens: torch.Tensor) -> DraftArrays:
         num_rows = len(max_tokens)
@@ -144,21 +151,26 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
     theirs, ours = rating(build, vllm_config, *arguments), kind(without_built_in(vllm_config), *arguments)
     max_num_draft = vllm_config.num_speculative_tokens
     is_on_device = vllm_config.speculative_config.plan.on_device
-    ours.offers = BuiltInDrafts(theirs, max_num_draft, ours.outcomes) if is_on_device else DraftsForHost(theirs)
+    ours.offers = DraftsForHost(theirs)
+    if is_on_device:
+        ours.offers = BuiltInDrafts(theirs, max_num_draft, ours.outcomes, ours.lookups)
     propose, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
 
-    def drafted(input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> Any:
+    def drafted(
+        input_batch: Any, *args: Any, dummy_run: bool, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> Any:
         ours.offers.start()
         num_tokens = length if num_speculative_tokens is None else min(length, num_speculative_tokens)
-        attributes: dict[str, Any] = {}
-        if ours.spares(input_batch):  # it takes in the verified tokens, which yields one token or none
-            num_tokens, attributes = min(num_tokens, 0 if resting else 1), resting
+        if not dummy_run:  # it takes in the verified tokens, which yields one token or none
+            lengths = (0, num_tokens) if resting else range(min(1, num_tokens), num_tokens + 1)
+            num_tokens = ours.drafter_length(input_batch, lengths)
+        attributes: dict[str, Any] = {} if num_tokens else resting
         if isinstance(theirs, StandaloneARSpeculator):  # it ignores its argument
             attributes = {"num_speculative_steps": max(1, num_tokens)}
         if isinstance(graphs := getattr(theirs, "prefill_cudagraph_manager", None), TrimmedGraphs):
             graphs.longest = None if input_batch.has_prefill else int(input_batch.num_scheduled_tokens.max())
         with replaced(theirs, attributes):
-            drafts = propose(input_batch, *args, num_speculative_tokens=num_tokens, **kwargs)
+            drafts = propose(input_batch, *args, dummy_run=dummy_run, num_speculative_tokens=num_tokens, **kwargs)
         return ours.offers.take(drafts, num_tokens)
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:

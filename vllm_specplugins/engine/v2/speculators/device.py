@@ -27,6 +27,7 @@ from vllm_specplugins.engine.v2.requests import DraftLimits, Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
+from vllm_specplugins.gate.drafter_length import DrafterLength
 from vllm_specplugins.gate.step_times import lengths_up_to
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage, put_logits
@@ -54,7 +55,8 @@ class DeviceSpeculator(Speculator):
         self.outcomes = DraftTracker(max(1, len(stages)), req_states, max_num_draft, device)
         self.draft_token_confidence_probs, self.tally = self.outcomes.accept_probs, self.outcomes.tally
         if self._policy is not None and vllm_config.parallel_config.data_parallel_size == 1:
-            self.outcomes.watch_copies()  # data-parallel engines run a drafter's experts together
+            self.outcomes.watch_worth()  # data-parallel engines run a drafter's experts together
+        self._drafter_length = DrafterLength()
         self._wanted: Any = None  # kernels.steps.Wanted, of the rows that were mapped last
         self._depth = 0  # the tokens that a model drafts
         self._depths: tuple[int, ...] = (0,)
@@ -97,7 +99,7 @@ class DeviceSpeculator(Speculator):
             from vllm_specplugins.cascade.verify import CheckedOnDevice
 
             return CheckedOnDevice(proposer)
-        return DeviceModel(proposer, self.outcomes, self.limits.of_stages[MODEL] if self._policy else 0)
+        return DeviceModel(proposer, self.outcomes)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn`."""
@@ -149,8 +151,17 @@ class DeviceSpeculator(Speculator):
         if request_ids and self.runs_target:
             self.session.barrier.forget(sorted(request_ids))
 
-    def spares(self, input_batch: Any) -> bool:
-        return self.outcomes.copies(input_batch.idx_mapping_np)
+    def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
+        """From what the device has reported, and from times if drafts are trimmed. Without times a drafter drafts all
+        tokens, or the fewest while every lookup gains as many."""
+        reports, budget = self.outcomes.reports(input_batch.idx_mapping_np), self.barrier.budget
+        if reports is None or len(lengths) < 2:
+            return lengths[-1]
+        if self.offers is not None and budget is not None:
+            step_ms, pass_ms = budget.pass_ms(self.limits.of_stages[MODEL])
+            saved_ms = pass_ms * (lengths[-1] - lengths[0])
+            return self._drafter_length.choose(reports, lengths, step_ms + pass_ms * lengths[0], saved_ms)
+        return lengths[0 if (reports[:, 0] >= self.limits.of_stages[MODEL]).all() else -1]
 
     def rests(self, input_batch: Any, max_tokens: int) -> bool:
         """Whether this step drafts nothing, like the last one. While drafting is on, a drafter of vLLM must see all
@@ -170,7 +181,9 @@ class DeviceSpeculator(Speculator):
         if self.late is not None:
             self.late.step(max_tokens)
         self._begin(num_reqs, max_tokens, input_batch.idx_mapping, num_sampled, num_rejected)
-        num_steps = 0 if self.offers is None and self.spares(input_batch) else max_tokens
+        num_steps = max_tokens
+        if self.offers is None and self._policy is not None:
+            num_steps = self.drafter_length(input_batch, (0, max_tokens))
         self._depth = next((depth for depth in self._depths if depth >= num_steps), self._depths[-1])
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
@@ -228,7 +241,8 @@ class DeviceSpeculator(Speculator):
         if self._rates:
             self.outcomes.observe(len(slots))
         on_logits = self._estimate if self._steps_alone else None
-        batch = DeviceBatch(slots, num_steps, target, longest, self._rates, on_logits)
+        max_lookup = of_stages[LOOKUP] if of_stages else None
+        batch = DeviceBatch(slots, num_steps, target, longest, self._rates, on_logits, max_lookup)
         drafts: DraftArrays | None = None
         for source, limits in zip(self._sources, of_stages or (max_tokens,), strict=True):
             drafts = source.draft(batch, drafts, limits)

@@ -17,7 +17,7 @@ from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.kernels.history_match import Match
 from vllm_specplugins.methods import build_proposer, is_custom_on_device, method_of
-from vllm_specplugins.structures.drafts import DraftArrays, of_stage, to_beat
+from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage, to_beat
 
 
 class Lookups:
@@ -73,3 +73,10 @@ class Lookups:
                 *(torch.where(is_first, *parts) for parts in zip(match[1:], others[0][1:], strict=True)),
             )
         return of_stage(LOOKUP, *match)
+
+    def continued(self, batch: DeviceBatch, drafts: DraftArrays) -> DraftArrays:
+        """Appends tokens from the requests' texts to drafts of another stage."""
+        if self.texts is None:
+            return drafts
+        max_more = (batch.max_lookup - drafts.num_draft).clamp(min=0)
+        return join(drafts, of_stage(LOOKUP, *self.texts.match(batch.slots, max_more, batch.longest, drafts)))

@@ -14,6 +14,7 @@ from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
 from vllm_specplugins.request_options import REFERENCE
 from vllm_specplugins.stage import Series, StageProposer
+from vllm_specplugins.structures.drafts import DraftArrays, columns
 from vllm_specplugins.structures.spans import SpanAllocator
 
 _ALIGNED = 16  # tokens, where a reference begins
@@ -55,13 +56,21 @@ class TokenHistories(StageProposer):
             if request_id in self._taken:
                 self._spans.give_back(*self._taken.pop(request_id))
 
-    def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
-        """The match of each row. `longest` is an upper bound of a text's tokens; None while a graph is recorded, which
-        must fit any text."""
+    def match(
+        self,
+        slots: torch.Tensor,
+        max_draft: torch.Tensor,
+        longest: int | None,
+        prefix: DraftArrays | None = None,
+    ) -> Match:
+        """The match of each row, after the tokens of a prefix. `longest` is an upper bound of a text's tokens; None
+        while a graph is recorded, which must fit any text."""
+        texts = self.histories if prefix is None else self._followed(slots, prefix)
         if longest is not None:
+            longest += 0 if prefix is None else prefix.token_ids.shape[1]
             longest = max(longest, *(size for _, size in self._taken.values()), 1)
         return history_match(
-            self.histories,
+            texts,
             slots,
             max_draft,
             self._max_num_draft,
@@ -70,6 +79,15 @@ class TokenHistories(StageProposer):
             self._by_slot,
             longest=longest,
         )
+
+    def _followed(self, slots: torch.Tensor, prefix: DraftArrays) -> Texts:
+        """The texts with a prefix after their ends, where vLLM writes the next tokens; a draft leaves room for one
+        more. Their copy positions stay as they are."""
+        token_ids, lengths, distances = self.histories
+        rows, last = slots[:, None], token_ids.shape[1] - 1
+        places = torch.where(prefix.is_drafted, lengths[rows] + columns(prefix.token_ids), last)
+        token_ids[rows, places] = torch.where(prefix.is_drafted, prefix.token_ids, token_ids[rows, places])
+        return Texts(token_ids, lengths.index_add(0, slots, prefix.num_draft.int()), distances.clone())
 
     def _entered(self, request: Request) -> tuple[int, int]:
         """The start and length of a request's reference; the length is 0 without a reference or without room."""

@@ -92,7 +92,7 @@ class TreeSpeculator(DeviceSpeculator):
             return self._grown(batch, rows)
         else:
             is_asked, depth = max_tokens > 0, self.limits.of_stages[MODEL]
-            self.outcomes.note_copies(prefix, depth)
+            self.outcomes.note_worth(prefix)
             # A request that does not allow the model gets the lookup's chain.
             survival = self.outcomes.survivals(prefix).log().float().masked_fill(~is_asked[:, None], 0.0)
             drafts = self._grown(batch, rows, is_asked, prefix, survival)

@@ -1,0 +1,52 @@
+"""The number of tokens that a drafter drafts beside a lookup on Model Runner V2, by hand."""
+
+import numpy as np
+import pytest
+
+from vllm_specplugins.gate.drafter_length import CONTINUED, DrafterLength
+from vllm_specplugins.gate.trials import EXPLORE_EVERY
+
+LENGTHS = range(1, 6)
+
+
+def chosen(reports: list[tuple[float, float]], pass_ms: float, lengths: range | tuple[int, ...] = LENGTHS) -> int:
+    """After many steps of one token per ms, as this rule counts them."""
+    rule, saved_ms = DrafterLength(), pass_ms * (len(lengths) - 1)
+    for _ in range(200):
+        rule.choose(np.array([(0.0, 0.0)] * len(reports)), lengths[:1], len(reports), 0.0)
+    rule._quiet = 0  # those were no trials
+    return rule.choose(np.array(reports), lengths, len(reports), saved_ms)
+
+
+def best(reports: list[tuple[float, float]], pass_ms: float) -> int:
+    """The same in plain sums: a draft of one token counts as none."""
+    net = [sum(gain for gain, _ in reports)]
+    for length in LENGTHS[1:]:
+        worth = [(gain, sum(p**n for n in range(1, length + 1)) + CONTINUED * p**length) for gain, p in reports]
+        net.append(sum(map(max, worth)) - pass_ms * (length - 1))
+    return 1 + int(np.argmax(net))
+
+
+@pytest.mark.parametrize("pass_ms", [0.01, 0.2, 0.4, 0.8])
+def test_by_hand(pass_ms: float) -> None:
+    """Of copying requests, of those with a good or a poor drafter, and of both. Fails if a request's reports count for
+    another, if passes are not charged, or if the lookup's gain is not the price of the drafter's tokens."""
+    copies, good, poor = (20.0, 0.9), (0.3, 0.85), (0.3, 0.4)
+    batches = [[copies], [good], [poor], [copies, good], [copies, poor], [good, poor, copies]]
+    found = [chosen(reports, pass_ms) for reports in batches]
+    assert found == [best(reports, pass_ms) for reports in batches]
+    assert found[0] == 1 and (found[1] == 5) == (pass_ms < 0.4)
+
+
+def test_trials() -> None:
+    """Fails if a drafter that does not pay is never asked again, or too often."""
+    rule, copies = DrafterLength(), np.array([(20.0, 0.5)])
+    lengths = [rule.choose(copies, LENGTHS, 10.0, 0.4) for _ in range(100)]
+    assert set(lengths) == {1, 5} and 100 // (EXPLORE_EVERY + 2) <= lengths.count(5) <= 100 // EXPLORE_EVERY
+    rule = DrafterLength()
+    assert [rule.choose(copies, LENGTHS, 10.0, 4.0) for _ in range(40)] == [1] * 40
+
+
+def test_a_block_drafts_all_or_nothing() -> None:
+    """Fails if a drafter of whole blocks is asked while all copy, or is not where it gains."""
+    assert chosen([(20.0, 0.9)], 0.5, (0, 5)) == 0 and chosen([(0.3, 0.9)], 0.5, (0, 5)) == 5
