@@ -27,8 +27,9 @@ class CommonConfig:
         time_budget_ms: The time limit of a proposer on the host per step, in ms. A late draft is dropped.
         verification: "fused" verifies and samples with this package's kernels: exactly for every sampling parameter,
             with random numbers that depend on neither drafts nor batch. "vllm" leaves both to vLLM.
-        gate: "auto" chooses the length of each draft per request and step, down to 0. "off" verifies every draft as a
-            whole.
+        gate: "auto" chooses draft lengths in each step, down to 0: per request on Model Runner V1 and for drafts on the
+            host; on V2 one length for all requests, of which the device verifies the tokens that pay. "off" verifies
+            every draft as a whole.
     """
 
     num_speculative_tokens: int = integer(SHORT, 1, MAX_NUM_SPECULATIVE_TOKENS)
