@@ -12,7 +12,7 @@ from conftest import DEMO_MODEL, RUNNER, TAPES, spec_metrics
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend.plugin import requested
-from vllm_specplugins.engine.metrics.names import FORMER, PREFIX, TABLE
+from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
 from vllm_specplugins.methods import METHODS as OURS
 
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
@@ -27,18 +27,16 @@ Series = dict[tuple[str, ...], Any]
 
 
 def ours(llm: Any, method: str) -> dict[str, Series]:
-    """Our metrics by name, and by the values of their own labels; a former name shows the same values."""
+    """Our metrics by name, and by the values of their own labels."""
     own = {metric.name: metric.labels for metric in TABLE}
-    by_former = {former: name for name, former in FORMER.items()}
     found: dict[str, Series] = {name: {} for name in own}
     for metric in llm.get_metrics():
         if metric.name.startswith(PREFIX):
             name = metric.name.removeprefix(PREFIX)
-            name = by_former.get(name, name)
             assert metric.labels["method"] == method and metric.labels["engine"] == "0"
             labels = tuple(metric.labels[label] for label in own[name])
             value = metric.count if hasattr(metric, "count") else metric.value
-            assert found[name].setdefault(labels, value) == value, "a former name has another value"
+            assert found[name].setdefault(labels, value) == value
     return found
 
 

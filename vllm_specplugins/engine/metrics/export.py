@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from vllm_specplugins.engine.hooks import wrap
-from vllm_specplugins.engine.metrics.names import FORMER, HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
+from vllm_specplugins.engine.metrics.names import HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
 from vllm_specplugins.engine.metrics.port import Address, serve
 from vllm_specplugins.isolation.faults import CAUSES, cause_text
 
@@ -29,15 +29,9 @@ class Exporter:
 
     def __init__(self, vllm_config: VllmConfig, vllm_logger: Any):
         config = vllm_config.speculative_config.plugin_config
-        self._metrics: dict[str, list[tuple[Any, str]]] = {
-            metric.name: [
-                (_made(metric, name, vllm_logger), _VERBS[metric.kind])
-                for name in filter(None, (metric.name, FORMER.get(metric.name)))
-            ]
-            for metric in TABLE
-        }
+        self._metrics = {metric.name: (_made(metric, vllm_logger), _VERBS[metric.kind]) for metric in TABLE}
         self._labels = {index: [*values, config.method] for index, values in vllm_logger.per_engine_labelvalues.items()}
-        self._series: dict[tuple[int, str], list[Callable[[float], None]]] = {}
+        self._series: dict[tuple[int, str], Callable[[float], None]] = {}
         self._has_failed = False
         for engine in self._labels:
             for series in _known_series(config):
@@ -47,9 +41,9 @@ class Exporter:
         """Adds a worker's report. Logs a failure once; requests continue."""
         try:
             for series, value in report.items():
-                for show in self._of(engine, series):
-                    for each in value if isinstance(value, list) else (value,):
-                        show(each)
+                show = self._of(engine, series)
+                for each in value if isinstance(value, list) else (value,):
+                    show(each)
         except Exception as error:
             if not self._has_failed:
                 logger.error(
@@ -58,11 +52,11 @@ class Exporter:
                 )
             self._has_failed = True
 
-    def _of(self, engine: int, series: str) -> list[Callable[[float], None]]:
+    def _of(self, engine: int, series: str) -> Callable[[float], None]:
         if (engine, series) not in self._series:
             name, *labels = series.split(SEPARATOR)
-            values = [*self._labels[engine], *labels]
-            self._series[engine, series] = [getattr(made.labels(*values), verb) for made, verb in self._metrics[name]]
+            made, verb = self._metrics[name]
+            self._series[engine, series] = getattr(made.labels(*self._labels[engine], *labels), verb)
         return self._series[engine, series]
 
 
@@ -85,14 +79,14 @@ def shown_on(address: Address, vllm_config: VllmConfig) -> Callable[[Mapping[str
     return partial(exporter.record, engine=engine)
 
 
-def _made(metric: Metric, name: str, vllm_logger: Any) -> Any:
+def _made(metric: Metric, vllm_logger: Any) -> Any:
     kinds: dict[str, Any] = {
         "counter": vllm_logger._counter_cls,
         "gauge": partial(vllm_logger._gauge_cls, multiprocess_mode="mostrecent"),
         "histogram": partial(vllm_logger._histogram_cls, buckets=metric.buckets),
     }
     labels = [*LABELS, *metric.labels]
-    return kinds[metric.kind](name=PREFIX + name, documentation=metric.words, labelnames=labels)
+    return kinds[metric.kind](name=PREFIX + metric.name, documentation=metric.words, labelnames=labels)
 
 
 def _known_series(config: Any) -> Iterator[str]:

@@ -100,17 +100,6 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "undrafted_steps", _WHY, labels=("reason",)),
 )
 GAUGES = {metric.name for metric in TABLE if metric.kind == "gauge"}
-# The names that version 0.1.0 had; the next version drops them.
-FORMER = {
-    "num_drafts": "drafts",
-    "num_draft_tokens": "verified_tokens",
-    "num_accepted_tokens": "accepted_tokens",
-    "num_accepted_tokens_per_pos": "accepted_tokens_by_position",
-    "circuit_breaker_openings": "times_switched_off",
-    "circuit_breaker_open": "switched_off",
-    "draft_time_seconds": "draft_seconds",
-    "step_draft_time_seconds": "step_draft_seconds",
-}
 REPORT = "specplugins"  # a report's key in the dictionary that vLLM carries
 SEPARATOR = "\t"  # in a report's keys, between a metric's name and its label values
 
