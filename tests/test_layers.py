@@ -64,7 +64,7 @@ IN_ENGINE_MAY_IMPORT = {
     "masks": {"hooks"},
     "grammar": {"codec", "emitted", "frontend", "masks", "messages"},
     "self_check": set(),
-    "scheduler": {"emitted", "masks", "messages"},
+    "scheduler": {"emitted", "frontend", "masks", "messages"},
     "session": {"messages"},
     "vllm_api": set(),
     "metrics": {"hooks", "messages", "session"},
@@ -95,7 +95,6 @@ IN_ENGINE_MAY_IMPORT = {
         "learning",
         "masks",
         "messages",
-        "scheduler",
         "self_check",
         "session",
         "target",
@@ -115,7 +114,6 @@ IN_V2_MAY_IMPORT = {
     "speculators": {"feedback", "memory", "requests", "verification"},
     "trees": {"requests", "speculators"},
     "runner": {"feedback", "learning", "memory", "requests", "speculators", "verification"},
-    "scheduler": {"feedback"},
     "__init__": set(),
 }
 HEAVY = {"vllm", "torch", "triton", "transformers"}

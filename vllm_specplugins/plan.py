@@ -9,7 +9,7 @@ from vllm_specplugins.methods import drafters, drafts_late, forces_tokens, is_cu
 
 # Schedulers of ours, for vLLM's field `scheduler_cls`.
 CHOOSING = "vllm_specplugins.engine.scheduler.ChoosingScheduler"
-PLANNED = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+PLANNED = "vllm_specplugins.engine.scheduler.PlannedScheduler"
 GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 
 # Speculators of Model Runner V2.

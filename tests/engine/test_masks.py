@@ -13,8 +13,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_specplugins.engine import masks
 from vllm_specplugins.engine.grammar.scheduler import GrammarScheduler
-from vllm_specplugins.engine.scheduler import ChoosingScheduler
-from vllm_specplugins.engine.v2.scheduler import PlannedScheduler
+from vllm_specplugins.engine.scheduler import ChoosingScheduler, PlannedScheduler
 
 K = 31
 ON_V1 = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")

@@ -1,5 +1,7 @@
 """How many tokens a step drafts, chosen in the scheduler by what steps took and brought."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,12 @@ if RUNNER != "v2":
     pytest.skip("V1 has a gate", allow_module_level=True)
 
 from recorded import runner
+from vllm import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+import vllm_specplugins
 from vllm_specplugins.engine.messages import Emitted, StepFacts, StepNews
-from vllm_specplugins.engine.scheduler import StepLengths
-from vllm_specplugins.engine.v2.scheduler import PlannedScheduler
+from vllm_specplugins.engine.scheduler import PlannedScheduler, StepLengths
 
 K, NUM_TOKENS = 5, 24
 
@@ -161,6 +164,28 @@ def test_lengths_that_change(engine: Any) -> None:
     assert after["faults"] == {} and after["drafted_tokens"] > before["drafted_tokens"]
     assert (progress(llm) - progress_before).sum() == 4 * (NUM_TOKENS - 1)
     assert runner(llm).speculator.tally._drafted in (0, 1, 2, 4)
+
+
+@pytest.mark.skipif(not TAPES, reason="needs graphs")
+def test_files_of_a_step(engine: Any) -> None:
+    """Those of ours that a steady step of a lookup calls, without those that only a graph's recording calls. The goal
+    is 32. Kills: one more file in each step."""
+    llm = engine(PROMPT_LOOKUP, async_scheduling=True)
+    called = set[str]()
+    for index, prompt in enumerate(mixed_prompts(str(DEMO_MODEL), 2)):
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        llm.llm_engine.add_request(f"files {index}", {"prompt_token_ids": prompt}, params)
+    for step in range(200):
+        if 4 <= step < 6:
+            sys.setprofile(lambda frame, event, _: event == "call" and called.add(frame.f_code.co_filename))
+        llm.llm_engine.step()
+        sys.setprofile(None)
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+    root = Path(vllm_specplugins.__file__).parents[1]
+    folders = root / "vllm_specplugins", root / "kernels"
+    ours = [path for path in {Path(name).resolve() for name in called} if any(map(path.is_relative_to, folders))]
+    assert 20 < len(ours) <= 38, sorted(ours)
 
 
 @pytest.mark.skipif(not TAPES, reason="needs graphs")

@@ -1,6 +1,6 @@
 """Enables vLLM's adaptive verification, which trims drafts on the device, where their true lengths are known even under
 asynchronous scheduling. It verifies a draft token if its acceptance probability (0 without a match) justifies its cost.
-Without it the scheduler plans a draft's length from the last one (v2/scheduler.py)."""
+Without it the scheduler plans a draft's length from the last one (engine/scheduler.py)."""
 
 import logging
 from dataclasses import replace
