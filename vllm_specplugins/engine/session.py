@@ -34,6 +34,7 @@ class Trims(Protocol):
     num_verified: int
 
     def costs(self) -> Mapping[str, float]: ...
+    def pass_ms(self, num_passes: int) -> tuple[float, float]: ...
 
 
 class Settles(Protocol):

@@ -154,7 +154,7 @@ class DeviceSpeculator(Speculator):
     def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
         """From what the device has reported, and from times if drafts are trimmed. Without times a drafter drafts all
         tokens, or the fewest while every lookup gains as many."""
-        reports, budget = self.outcomes.reports(input_batch.idx_mapping_np), self.barrier.budget
+        reports, budget = self.outcomes.reports(input_batch.idx_mapping_np), self.session.budget
         if reports is None or len(lengths) < 2:
             return lengths[-1]
         if self.offers is not None and budget is not None:
