@@ -1,8 +1,10 @@
 """The documentation against the code: generated pages and tables, links, sizes, words, pictures and the site."""
 
 import ast
+import asyncio
 import importlib.util
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -225,3 +227,15 @@ def test_site(tmp_path: Path) -> None:
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
         assert loaded == [], page
+
+
+@pytest.mark.skipif(os.environ.get("SPECPLUGINS_TESTS") != "all", reason="takes half a minute")
+def test_nothing_is_cut(tmp_path: Path) -> None:
+    """Kills: a table, a picture or a command that is wider than a phone's or a laptop's page."""
+    browser = script("browser.py")
+    pytest.importorskip("material", reason="pip install '.[docs]'")
+    if browser["BROWSER"] is None:
+        pytest.skip("needs chromium")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert asyncio.run(browser["look"](tmp_path)) == []
