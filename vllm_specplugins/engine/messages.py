@@ -41,35 +41,23 @@ class DraftLengths:
 
 @dataclass
 class StepNews:
-    """From the scheduler, with a step.
+    """From the scheduler, with a step."""
 
-    Attributes:
-        is_off: whether drafting is switched off.
-        verifies: the draft length that the step before chose, and this step verifies; None: the drafts differ.
-    """
-
-    is_off: bool = False
+    is_off: bool = False  # whether drafting is switched off
     emitted: Emitted | None = None
-    verifies: int | None = None
+    verifies: int | None = None  # the draft length that the step before chose; None: this step's drafts have others
     forced: tuple[ForcedDraft, ...] = ()
     sums: StepSums | None = None
 
 
 @dataclass
 class StepFacts:
-    """From a worker, with a step's outcome.
+    """From a worker, with a step's outcome."""
 
-    Attributes:
-        num_draft: the lengths of the newest drafts; None: they are not planned by.
-        num_verified: verified draft tokens, if drafts were trimmed.
-        draft_seconds: on the host.
-        undrafted: why the next step has no draft.
-    """
-
-    num_draft: DraftLengths | None = None
-    num_verified: int | None = None
-    draft_seconds: float = 0.0
-    undrafted: str | None = None
+    num_draft: DraftLengths | None = None  # of the newest drafts; None: the scheduler does not plan by them
+    num_verified: int | None = None  # draft tokens, if drafts were trimmed
+    draft_seconds: float = 0.0  # on the host
+    undrafted: str | None = None  # why the next step has no draft
 
 
 _NO_FACTS = StepFacts()

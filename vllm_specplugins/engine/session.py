@@ -43,36 +43,21 @@ class Settles(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """Adapters call the proposer through it, and it counts.
-
-    Attributes:
-        forcing_stage: the index of the stage for which tokens count that the scheduler adds.
-        rates: of acceptance, by request.
-        tally: counts on the device.
-        budget: trims drafts on the device.
-        late: drafts in a thread.
-        emitted: the scheduler's counts.
-        facts: of this step, for the scheduler.
-        forced: tokens of this step that the scheduler adds after drafts.
-        is_warming_up: then a request's name may be anything.
-        undrafted: why the newest call drafted nothing.
-        paused_ms: time of this step in which the engine stood still.
-        when_loaded: the worker calls it once the target is loaded.
-    """
+    """Adapters call the proposer through it, and it counts."""
 
     barrier: FaultBarrier
-    forcing_stage: int = 0
-    rates: Rates = field(default_factory=RequestRates)
+    forcing_stage: int = 0  # the index of the stage for which tokens count that the scheduler adds
+    rates: Rates = field(default_factory=RequestRates)  # of acceptance, by request
     tally: DeviceCounts | None = None
-    budget: Trims | None = None
-    late: Settles | None = None
+    budget: Trims | None = None  # trims drafts on the device
+    late: Settles | None = None  # drafts in a thread
     emitted: Emitted | None = None
-    facts: StepFacts = field(default_factory=StepFacts)
-    forced: Forced | None = None
-    is_warming_up: bool = False
-    undrafted: str | None = None
-    paused_ms: float = 0.0
-    when_loaded: Callable[[], None] = lambda: None
+    facts: StepFacts = field(default_factory=StepFacts)  # of this step
+    forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
+    is_warming_up: bool = False  # then a request's name may be anything
+    undrafted: str | None = None  # why the newest call drafted nothing
+    paused_ms: float = 0.0  # time of this step in which the engine stood still
+    when_loaded: Callable[[], None] = lambda: None  # called once the target is loaded
     _logged_at: float = field(default_factory=time.monotonic)
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:

@@ -28,14 +28,8 @@ class FaultBarrier:
         ends_process: bool = False,
     ):
         self.counters = Counters()
-        self.guard = Guard(
-            proposer,
-            name,
-            self.counters,
-            time_budget_ms,
-            in_thread=time_budget_ms is not None,
-            ends_process=ends_process,
-        )
+        modes = {"in_thread": time_budget_ms is not None, "ends_process": ends_process}
+        self.guard = Guard(proposer, name, self.counters, time_budget_ms, **modes)
         self._sizes = max_num_draft, vocab_size
 
     @property
