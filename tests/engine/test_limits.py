@@ -11,6 +11,7 @@ from test_plugin import engine_config
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend import scheduling
+from vllm_specplugins.gate.step_times import StepTimes
 
 BUDGET, THRESHOLD = {"max_num_batched_tokens": 24, "max_num_seqs": 4}, {"long_prefill_token_threshold": 16}
 
@@ -60,6 +61,13 @@ SCHEDULES = [False, True] if RUNNER == "v2" else [False]
 MOST = {"max_num_seqs": 1, "max_model_len": 16}, {"max_num_seqs": 3, "max_model_len": 40}, {"max_model_len": 100}
 
 
+@pytest.fixture
+def whole_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule of few steps asks for K tokens from the first one on."""
+    monkeypatch.setattr(StepTimes, "choose", lambda self, *_: self.lengths[-1])
+
+
+@pytest.mark.usefixtures("whole_drafts")
 @pytest.mark.parametrize("asynchronous", SCHEDULES)
 @pytest.mark.parametrize("length", [31, 64])
 @pytest.mark.parametrize("method", [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}], ids=str)
