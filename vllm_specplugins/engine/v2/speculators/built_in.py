@@ -144,6 +144,28 @@ def context_alone(theirs: Any) -> dict[str, Any]:
     return {"query_cudagraph_manager": DFlashCudaGraphManager(*without), **nothing}
 
 
+def recorded_for_each_length(theirs: Any) -> Callable[[int], Sequence[int]]:
+    """Makes vLLM record a drafter's later steps for each number of them, since one graph of all would run them all.
+    Returns a function that returns the lengths, up to one, that differ in time. The shortest one takes in the verified
+    tokens, which yields one token, or none from a drafter of whole blocks."""
+    lengths = [(size, size, number) for size, number in enumerate(range(2, theirs.num_speculative_steps + 1), 1)]
+    each = not isinstance(theirs, DFlashSpeculator | TargetDependentARSpeculator)
+    if isinstance(theirs, TargetDependentARSpeculator) and 1 < len(lengths) <= theirs.max_num_reqs:
+        capture, each = theirs.capture, True
+
+        def captured() -> None:
+            with replaced(theirs.speculative_config, {"num_speculative_tokens_per_batch_size": lengths}):
+                capture()
+
+        theirs.capture = captured
+
+    def up_to(longest: int) -> Sequence[int]:
+        least = 0 if isinstance(theirs, DFlashSpeculator) else min(1, longest)
+        return range(least, longest + 1) if each else (least, longest)
+
+    return up_to
+
+
 def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, *arguments: Any) -> Any:
     """Returns vLLM's speculator, changed so that it drafts first and our speculator of this kind proposes afterwards.
     The runner holds vLLM's speculator, since it prepares that speculator's layers and KV cache. The speculator is built
@@ -155,15 +177,15 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
     if is_on_device:
         ours.offers = BuiltInDrafts(theirs, max_num_draft, ours.outcomes, ours.lookups)
     propose, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
+    lengths_up_to = recorded_for_each_length(theirs)
 
     def drafted(
         input_batch: Any, *args: Any, dummy_run: bool, num_speculative_tokens: int | None = None, **kwargs: Any
     ) -> Any:
         ours.offers.start()
         num_tokens = length if num_speculative_tokens is None else min(length, num_speculative_tokens)
-        if not dummy_run:  # it takes in the verified tokens, which yields one token or none
-            lengths = (0, num_tokens) if resting else range(min(1, num_tokens), num_tokens + 1)
-            num_tokens = ours.drafter_length(input_batch, lengths)
+        if not dummy_run:
+            num_tokens = ours.drafter_length(input_batch, lengths_up_to(num_tokens))
         attributes: dict[str, Any] = {} if num_tokens else resting
         if isinstance(theirs, StandaloneARSpeculator):  # it ignores its argument
             attributes = {"num_speculative_steps": max(1, num_tokens)}
