@@ -140,6 +140,14 @@ def chosen_lengths() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def whole_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step drafts K tokens, for tests of few steps that count drafts."""
+    from vllm_specplugins.gate.step_times import StepTimes
+
+    monkeypatch.setattr(StepTimes, "choose", lambda self, *_: self.lengths[-1])
+
+
 @pytest.fixture(scope="module", autouse=TAPES)
 def tapes(request: pytest.FixtureRequest, engine: Any, launches_are_checked: None) -> Iterator[None]:
     """Engines run on the simulated device and record graphs, but in files that say why not (WITHOUT_TAPES), and in the

@@ -100,6 +100,7 @@ def test_options_of_a_turn(engine: Any) -> None:
         assert bool(progress(llm)[1] > before) is drafts
 
 
+@pytest.mark.usefixtures("whole_drafts")
 def test_ragged_batch(engine: Any) -> None:
     """In one batch: a request that repeats itself, and one that cannot."""
     llm = engine(PROMPT_LOOKUP, **SYNCHRONOUS)

@@ -11,7 +11,6 @@ from test_plugin import engine_config
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend import scheduling
-from vllm_specplugins.gate.step_times import StepTimes
 
 BUDGET, THRESHOLD = {"max_num_batched_tokens": 24, "max_num_seqs": 4}, {"long_prefill_token_threshold": 16}
 
@@ -59,12 +58,6 @@ def play(config: dict[str, Any], num_blocks: int | None, accept_prob: float, **a
 
 SCHEDULES = [False, True] if RUNNER == "v2" else [False]
 MOST = {"max_num_seqs": 1, "max_model_len": 16}, {"max_num_seqs": 3, "max_model_len": 40}, {"max_model_len": 100}
-
-
-@pytest.fixture
-def whole_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule of few steps asks for K tokens from the first one on."""
-    monkeypatch.setattr(StepTimes, "choose", lambda self, *_: self.lengths[-1])
 
 
 @pytest.mark.usefixtures("whole_drafts")
