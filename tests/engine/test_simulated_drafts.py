@@ -168,6 +168,7 @@ def test_nothing_found_beside_an_exit(engine: Any, device: Device) -> None:
     check_nothing_found_costs_one_token(on_device(engine, AUTO, token_ms=0.1), **allowed)
 
 
+@pytest.mark.usefixtures("whole_drafts")
 @pytest.mark.parametrize("method", ["jump", long("early_exit"), long("medusa")])
 def test_a_part_that_learns(
     engine: Any, device: Device, prompts: Any, expected: Any, method: str, tmp_path: Path
