@@ -109,7 +109,7 @@ def test_a_failure_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
     watch = StepWatch()
     for _ in range(3 * BURST):
         watch.add(SimpleNamespace(), outcome(1), [1])
-        assert watch.taken() is None
+        assert not any(watch.taken() or ())
     assert len(caplog.records) == 1
 
 

@@ -34,17 +34,20 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-@contextmanager
-def replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Sets attributes for the duration of a block."""
-    before = {name: getattr(target, name, None) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(target, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
+class replaced:
+    """Sets attributes for the duration of a block. Steps enter some, and a class takes less time than a generator."""
+
+    def __init__(self, target: Any, values: Mapping[str, Any]):
+        self._target, self._values = target, values
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(self._target, name, None) for name in self._values}
+        for name, value in self._values.items():
+            setattr(self._target, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        for name, value in self._before.items():
+            setattr(self._target, name, value)
 
 
 @contextmanager

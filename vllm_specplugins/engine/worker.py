@@ -4,8 +4,6 @@ are replaced only while a runner is built; other functions are set on that runne
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -108,12 +106,18 @@ class _WithProposer:
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        with _ends_other_ranks():
+        try:
             return self._execute_model(scheduler_output)
+        except Exception as error:
+            _end_other_rank(error)
+            raise
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with _ends_other_ranks():
+        try:
             return self._sample_tokens(grammar_output)
+        except Exception as error:
+            _end_other_rank(error)
+            raise
 
     def _execute_model(self, scheduler_output: Any) -> Any:
         news = news_of(scheduler_output)
@@ -195,16 +199,11 @@ class _WithProposer:
         return {name: its for name, its in stats.items() if its}
 
 
-@contextmanager
-def _ends_other_ranks() -> Iterator[None]:
+def _end_other_rank(error: Exception) -> None:
     """Ends the process of a rank that fails and does not return the output: vLLM would log its exception and take the
     next step, with wrong tokens from then on."""
-    try:
-        yield
-    except Exception as error:
-        if not gives_output():
-            end_all_ranks("A step", fault_of(error, ()))
-        raise
+    if not gives_output():
+        end_all_ranks("A step", fault_of(error, ()))
 
 
 class _Plain:

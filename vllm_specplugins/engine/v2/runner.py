@@ -114,17 +114,18 @@ class _Numpy:
 
 
 def _with_seeds_apart(numpy: _Numpy, add: Any, scheduler_output: Any) -> None:
+    if not scheduler_output.scheduled_new_reqs:
+        return add(scheduler_output)
     with replaced(states, {"np": numpy}):
         add(scheduler_output)
 
 
 def put_forced(runner: Any, scheduler_output: Any) -> None:
     """Inserts a grammar's forced tokens into the drafts, with a one-hot q, before the step that verifies them."""
-    slots_of = runner.req_states.req_id_to_index
-    forced = forced_in(scheduler_output).items()
-    cells = [(slots_of[id_], num + i, token) for id_, (num, ids) in forced for i, token in enumerate(ids)]
-    if not cells:
+    forced, slots_of = news_of(scheduler_output).forced, runner.req_states.req_id_to_index
+    if not forced:
         return
+    cells = [(slots_of[id_], num + i, token) for id_, num, ids in forced for i, token in enumerate(ids)]
     slots, columns, tokens = async_tensor_h2d(np.array(cells, np.int64), runner.device).unbind(1)
     drafts, draft_logits = runner.req_states.draft_tokens, runner.speculator.draft_logits
     drafts[slots, columns] = tokens.to(drafts.dtype)
