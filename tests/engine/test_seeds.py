@@ -43,6 +43,6 @@ def test_seeds_of_ranks() -> None:
             if is_disturbed:
                 np.random.rand(7)
                 np.random.seed(0)
-            runner.add_requests(None)
+            runner.add_requests(SimpleNamespace(scheduled_new_reqs=[None]))
         seeds.append(runner.seeds)
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 5
