@@ -183,8 +183,8 @@ def test_names_of_vllm(theirs: dict[str, Any], ours: Any, stage: bool, caplog: p
         ),
         (
             {"method": "early_exit", "exit_layer": 1, "rejection_sample_method": "block"},
-            "early_exit: rejection_sample_method must be 'standard', not 'block': block verification gains nothing for "
-            "drafts of lookups, and draft_sample_method 'coupled' replaces it for drafts of models.",
+            "early_exit: rejection_sample_method must be 'standard', not 'block'. Block verification does not help "
+            "lookups; for drafts of a model, set draft_sample_method to 'coupled' instead.",
         ),
         ({"method": "prompt_lookup", "prompt_lookup_max": 99}, "max_ngram must be an integer from 1 to 16, not 99."),
         ({"method": "custom", "model": "nowhere"}, "proposer must be a string like 'package.module:Class', not "),
