@@ -36,7 +36,7 @@ class HostSpeculator(Speculator):
         if self.draft_logits is not None:
             self.tally = Tally(self.max_num_reqs, self.num_speculative_steps, 0, device)
         self._drafted_at = 0.0  # when the last drafting ended
-        self._is_idle = all(forces_tokens(vllm_config.speculative_config.plugin_config))  # our scheduler drafts
+        self._scheduler_drafts = all(forces_tokens(vllm_config.speculative_config.plugin_config))
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to capture."""
@@ -143,7 +143,7 @@ class HostSpeculator(Speculator):
         if len(rows) < num_reqs or input_batch.num_tokens > num_decoded:
             times = {"mixed_ms": step_ms * num_decoded / input_batch.num_tokens}
         feedback = Feedback(ids, accepted + rejected, accepted, **times)
-        if self._is_idle:
+        if self._scheduler_drafts:
             self.session.count(feedback, len(rows))
             return Draft.empty(num_reqs)
         draft = self.session.propose(batch, feedback)
