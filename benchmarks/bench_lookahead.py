@@ -95,12 +95,12 @@ def play(base: BaseModel, prompt: list[int], num_tokens: int, config: LookaheadC
         if with_lookup:
             chain, match_length = looked_up(lookup, answer.text, config.num_nodes)
             first = torch.tensor([chain or [0]]), num_copied(torch.tensor([len(chain)]), torch.tensor([match_length]))
-        tree = lookahead.tree(SLOT, recent[:, -1], first)
+        tree, begin_of_window = lookahead.tree(SLOT, recent[:, -1], first)
         tokens, parents = (
             torch.cat((recent[:, -1:], tree.token_ids), dim=1),
             torch.cat((SLOT[None], tree.parents), dim=1),
         )
-        drawn, begin = answer.drawn(tokens, parents), int(tree.begin)
+        drawn, begin = answer.drawn(tokens, parents), int(begin_of_window)
         end = begin + config.num_window
         if begin < config.num_nodes:
             last = drawn[:, end - config.window + 1 : end + 1]

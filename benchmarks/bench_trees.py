@@ -122,12 +122,12 @@ def copied(known: Any, prompt: list[int], output: list[int], most: int) -> tuple
     lengths, limits = (len(prompt) + places).int(), torch.full((OUTPUT,), most).int()
     texts = Texts(text.int().expand(OUTPUT, -1).contiguous(), lengths, torch.full((OUTPUT, 2), NO_MATCH).int())
     found = history_match(texts, places, limits, most, 1, 8)
-    rated = of_stage(0, found.token_ids, found.num_draft, found.match_length)
+    rated = of_stage(0, *found)
     drafts, slot, survival, right = (rated.num_draft, rated.stage, rated.confidence), torch.zeros(1).long(), [], []
-    for place, tokens in enumerate(found.token_ids.tolist()):
+    for place, tokens in enumerate(rated.token_ids.tolist()):
         own = acceptance.Drafts(*(part[place : place + 1] for part in drafts))
         survival.append(survivals(known, slot, own)[0].log().float())
-        right.append(min(leading(tokens, output[place:]), int(found.num_draft[place])))
+        right.append(min(leading(tokens, output[place:]), int(rated.num_draft[place])))
         acceptance.predict(known, slot, own, torch.zeros(1, most))
         acceptance.observe(known, slot, torch.tensor([right[-1] + 1]), torch.tensor([right[-1] < OUTPUT - place]).int())
     return found.token_ids, torch.stack(survival), right

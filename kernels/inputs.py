@@ -8,7 +8,7 @@ import torch
 from . import acceptance
 from .history_match import NO_MATCH, References, Texts
 from .rejection.inputs import integers
-from .steps import KINDS, SUMS, Chain, Rows, Staged, Totals
+from .steps import KINDS, SUMS, Rows, Staged, Totals
 
 
 def make_outcomes(num_steps: int, num_rows: int, num_stages: int, max_num_draft: int, seed: int = 1) -> list[Any]:
@@ -82,17 +82,6 @@ def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, A
     lengths, num_draft = integers(rng, 40, num_slots), integers(rng, max_num_draft + 1, num_rows)
     max_tokens = torch.tensor(max_num_draft, dtype=torch.int32)
     return Rows(slots, sampled, rejected), lengths, torch.stack(limits, 1), max_tokens, num_draft, staged
-
-
-def make_chains(num_rows: int, max_num_draft: int, seed: int = 1) -> tuple[Chain, Chain]:
-    """Returns drafts of a lookup, and of a stage that drafts one token fewer and often the same tokens."""
-    rng, num_steps = torch.Generator().manual_seed(seed), max(1, max_num_draft - 1)
-    first = integers(rng, 99, num_rows, max_num_draft)
-    second = (first + (integers(rng, 8, num_rows, max_num_draft) == 0))[:, :num_steps].contiguous()
-    counts = integers(rng, max_num_draft + 1, num_rows), integers(rng, num_steps + 1, num_rows)
-    counts[0][::4] = counts[1][::3] = 0
-    confidences = integers(rng, 9, num_rows, max_num_draft).long(), torch.rand(num_rows, num_steps, generator=rng)
-    return Chain(first, counts[0], confidences[0]), Chain(second, counts[1], confidences[1])
 
 
 def new_totals(num_slots: int, max_num_draft: int, device: Any, once: int = 1) -> Totals:

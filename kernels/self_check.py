@@ -21,7 +21,7 @@ from .rejection.drafts import coupled_sample, rated_sample, sample_with_q
 from .rejection.inputs import Batch, as_step, make_batch, make_edits, to_device
 from .rejection.step import sample_step
 from .rounds.siblings import draw_siblings, try_siblings
-from .steps import join, limit, newest, tally
+from .steps import limit, newest, tally
 from .trees import attend, compact, walk
 from .trees.inputs import make_attention, make_moves, make_walks
 
@@ -165,7 +165,7 @@ def _edits(shapes: Shapes) -> _Case:
 
 def _rows(shapes: Shapes) -> _Case:
     def operation(rows: Any, lengths: Any, *others: Any, implementation: str) -> list[torch.Tensor]:
-        limits, max_tokens, num_draft, staged, first, second = others
+        limits, max_tokens, num_draft, staged = others
         mapping, width, results = torch.zeros_like(num_draft), shapes.max_num_draft, list[torch.Tensor]()
         variants = (staged, staged._replace(confirmed=None)) if shapes.cascades else (None,)
         for stages in variants:
@@ -176,13 +176,9 @@ def _rows(shapes: Shapes) -> _Case:
         for tables in ((), (lengths.int(), lengths.float(), lengths.float())) if shapes.runs_target else ():
             states = lengths.float(), lengths.long(), *tables
             results += newest(mapping, lengths, lengths.long(), states, implementation)
-        for confidence in (second.confidence, None) if shapes.cascades else ():
-            for continues in (True, False):
-                results += join(first, second._replace(confidence=confidence), continues, implementation)
         return results
 
-    step, chains = (make(40, shapes.max_num_draft) for make in (inputs.make_step, inputs.make_chains))
-    return _Case(operation, (*step, *chains))
+    return _Case(operation, inputs.make_step(40, shapes.max_num_draft))
 
 
 def _drafting(shapes: Shapes) -> _Case:

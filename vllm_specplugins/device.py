@@ -25,25 +25,10 @@ class DeviceTexts(NamedTuple):
     lengths: Any
 
 
-class DeviceDraft(NamedTuple):
-    """A draft for each row. The engine drops tokens past `max_tokens`, and cuts a draft before a token outside the
-    vocabulary.
-
-    Args:
-        token_ids: [num_reqs, <= K] int32 or int64, arbitrary after num_draft.
-        num_draft: [num_reqs] int32 or int64, 0 for no draft.
-        confidence: [num_reqs] float32, of each first token: a probability, or a match's length (from 1 on).
-    """
-
-    token_ids: Any
-    num_draft: Any
-    confidence: Any = None
-
-
-def checked_draft(draft: Any, max_tokens: Any, max_num_draft: int) -> DeviceDraft:
-    """Returns the draft; raises ValueError for a tensor of another shape, type or device than `DeviceDraft` has. Reads
-    no values, so no step waits."""
-    token_ids, num_draft, confidence = draft
+def checked_draft(draft: Any, max_tokens: Any, max_num_draft: int) -> Draft:
+    """Returns the draft; raises ValueError for a tensor of another shape, type or device than a
+    `DeviceProposer` returns. Reads no values, so no step waits."""
+    token_ids, num_draft, confidence = draft.token_ids, draft.num_draft, draft.confidence
     rows, device = tuple(max_tokens.shape), max_tokens.device
     integers, floats = ("int32", "int64"), ("float32", "float16", "bfloat16", "float64")
     for name, tensor, shape, dtypes in (
@@ -55,7 +40,9 @@ def checked_draft(draft: Any, max_tokens: Any, max_num_draft: int) -> DeviceDraf
         if (tuple(tensor.shape), tensor.device) != (shape, device) or dtype not in dtypes:
             given = f"{tuple(tensor.shape)} of {dtype} on {tensor.device}"
             raise ValueError(f"{name} must be {shape} of {dtypes[0]} on {device}, not {given}")
-    return DeviceDraft(token_ids, num_draft, confidence)
+    if draft.logits is not None:
+        raise ValueError("logits must be None, since the tokens of a device proposer are certain")
+    return Draft(token_ids, num_draft, confidence)
 
 
 class DeviceProposer(Proposer):
@@ -69,11 +56,15 @@ class DeviceProposer(Proposer):
         self.context = context
         self._slots: dict[str, int] = {}  # of `propose`
 
-    def draft(self, texts: DeviceTexts, slots: Any, max_tokens: Any) -> DeviceDraft:
+    def draft(self, texts: DeviceTexts, slots: Any, max_tokens: Any) -> Draft:
         """Drafts at most max_tokens [num_reqs] int32 tokens after the texts of these slots, [num_reqs] int64. A CUDA
         graph records the call for each batch size and replays it, so the call must neither wait for the device nor
         branch on a tensor's values, and its shapes may depend on num_reqs alone. Every tensor-parallel rank must
         compute the same result. Rows that pad a graph have the last slot, and max_tokens 0.
+
+        Returns a `Draft` of tensors without logits: token_ids [num_reqs, <= K] and num_draft [num_reqs] of int32 or
+        int64, and confidence [num_reqs], a float, or None. The engine drops tokens past `max_tokens`, and cuts a draft
+        before a token outside the vocabulary.
         """
         raise NotImplementedError
 
@@ -108,6 +99,6 @@ class DeviceProposer(Proposer):
         given = (token_ids, lengths, slots, batch.max_num_draft.copy())
         texts_ids, texts_lengths, rows, limits = (torch.from_numpy(a).to(self.context.device) for a in given)
         drafted = self.draft(DeviceTexts(texts_ids, texts_lengths), rows, limits)
-        ids, num_draft = (tensor.cpu().numpy().astype(np.int32) for tensor in drafted[:2])
+        ids, num_draft = (tensor.cpu().numpy().astype(np.int32) for tensor in (drafted.token_ids, drafted.num_draft))
         confidence = None if drafted.confidence is None else drafted.confidence.cpu().numpy().astype(np.float32)
         return Draft(ids, num_draft, confidence)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_specplugins.target import Int32Array, Offer, Target
+from vllm_specplugins.target import Int32Array, Target
 
 PROTOCOL_VERSION = 1
 
@@ -85,6 +84,52 @@ class ProposerContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A proposer's draft for a batch, in the batch's order. On the host it must be exactly this class with NumPy
+    arrays, not subclasses.
+
+    Args:
+        token_ids: [num_reqs, <= K] int32, an array, or a model proposer's tensor; ignored beyond num_draft.
+        num_draft: [num_reqs] int32, 0 for no draft.
+        confidence: [num_reqs] float32, finite, of each first token: a probability, or a match's length (from 1 on).
+            Drafters of the engine and of a part of the target rate each token, as wide as token_ids.
+        logits: [num_reqs, <= K, vocab_size], as wide as token_ids, for a model proposer that samples: q is their
+            softmax at the request's temperature. None: q is one-hot, which is also exact; on the host it must be None.
+    """
+
+    token_ids: Any
+    num_draft: Any
+    confidence: Any = None
+    logits: Any = None
+
+    @classmethod
+    def empty(cls, num_reqs: int) -> "Draft":
+        """Returns an empty draft for every request."""
+        return cls(np.empty((num_reqs, 0), np.int32), np.zeros(num_reqs, np.int32))
+
+    @classmethod
+    def whole(cls, token_ids: Any, confidence: Any = None, logits: Any = None) -> "Draft":
+        """Returns a draft of all these tokens for every request."""
+        return cls(token_ids, np.full(len(token_ids), token_ids.shape[1], np.int32), confidence, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The draft of a stage that is built into vLLM, made before our proposer drafts.
+
+    Args:
+        draft: equally many tokens for each request; the confidence is an acceptance probability of each token, given
+            that the earlier ones are accepted.
+        ms: drafting time.
+        has_prompt: the time includes the reading of a prompt.
+    """
+
+    draft: Draft
+    ms: float
+    has_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The requests that want a draft in this step; read-only.
 
@@ -116,30 +161,6 @@ class DraftBatch:
         """The tenant of each request: a hash of its `cache_salt`, or b"" without one. What a proposer learns from one
         tenant's tokens, it must not draft for another."""
         return [options.get("tenant", b"") for options in self.options]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A proposer's draft for a batch, in the batch's order. It must be exactly this class with NumPy arrays, not
-    subclasses.
-
-    Args:
-        token_ids: [num_reqs, <= K] int32, an array, or a model proposer's tensor; ignored beyond num_draft.
-        num_draft: [num_reqs] int32, 0 for no draft.
-        confidence: [num_reqs] float32, finite, of each first token: a probability, or a match's length (from 1 on).
-        logits: [num_reqs, <= K, vocab_size], as wide as token_ids, for a model proposer that samples: q is their
-            softmax at the request's temperature. None: q is one-hot, which is also exact; on the host it must be None.
-    """
-
-    token_ids: Any
-    num_draft: Int32Array
-    confidence: npt.NDArray[np.float32] | None = None
-    logits: Any = None
-
-    @classmethod
-    def empty(cls, num_reqs: int) -> "Draft":
-        """Returns an empty draft for every request."""
-        return cls(np.empty((num_reqs, 0), np.int32), np.zeros(num_reqs, np.int32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,23 +94,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """The draft of a stage that is built into vLLM, made before our proposer drafts.
-
-    Args:
-        token_ids: [num_reqs, K] int32.
-        ms: drafting time.
-        accept_probs: [num_reqs, K] float32, for each token given that the earlier ones are accepted; None: unknown.
-        has_prompt: the time includes the reading of a prompt.
-    """
-
-    token_ids: Int32Array
-    ms: float
-    accept_probs: npt.NDArray[np.float32] | None = None
-    has_prompt: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
     """Training data of a step: N positions with accepted tokens, and the tokens that were emitted after them.
 

@@ -40,15 +40,6 @@ class References(NamedTuple):
     lengths: Any
 
 
-class Match(NamedTuple):
-    """Drafts [R, K] int32, padded with 0; their lengths [R] int32: max_draft, or fewer where a reference ends; and the
-    lengths of the matches [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0."""
-
-    token_ids: Any
-    num_draft: Any
-    match_length: Any
-
-
 def history_match(
     texts: Texts,
     # [R] int32 or int64, the slot of each row
@@ -61,10 +52,13 @@ def history_match(
     references: References | None = None,
     longest: int | None = None,
     implementation: str | None = None,
-) -> Match:
+) -> tuple[Any, Any, Any]:
     """Drafts the tokens after the longest earlier match of the last tokens; of equally long matches the nearest wins. A
     match in the reference must be longer than one in the text. Of two equally near matches the earlier wins. If fewer
     than max_draft tokens follow a match in the text, the copy repeats itself, as in LZ77.
+
+    Returns drafts [R, K] int32, padded with 0; their lengths [R] int32: max_draft, or fewer where a reference ends; and
+    the lengths of the matches [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0.
 
     Args:
         min_ngram: shortest match; at the copy position one token is enough.
@@ -80,7 +74,7 @@ def history_match(
     [[3, 4, 1, 0]]
     """
     module = module_of(__name__, texts.token_ids, implementation)
-    match: Match = module.history_match(
+    drafts: tuple[Any, Any, Any] = module.history_match(
         texts, slots, max_draft, max_num_draft, min_ngram, max_ngram, references, longest
     )
-    return match
+    return drafts

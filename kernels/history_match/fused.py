@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import LONGEST_MATCH, Match, References, Texts
+from . import LONGEST_MATCH, References, Texts
 
 # Tokens of a tile; the neighbour has the first _SHARED of them, too.
 TILE_SIZE, _NUM_WARPS = 1024, 4
@@ -113,8 +113,8 @@ def _best_match(best_ptr, source_ptr, num_tokens, distance_ptr, text_ptr, end, T
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SLICES)
 def _copy_kernel(
-    # Match
-    match,
+    # tokens, lengths of drafts and of matches, written
+    drafts,
     best_ptr,
     texts,
     stride,
@@ -148,9 +148,9 @@ def _copy_kernel(
             if longer > length:
                 length, num_draft = longer, tl.minimum(max_draft, size - place)
                 tokens = tl.load(reference_ptr + place + steps, mask=steps < num_draft, other=0)
-    tl.store(match.token_ids + row * K + steps, tokens, mask=steps < K)
-    tl.store(match.num_draft + row, num_draft)
-    tl.store(match.match_length + row, length)
+    tl.store(drafts[0] + row * K + steps, tokens, mask=steps < K)
+    tl.store(drafts[1] + row, num_draft)
+    tl.store(drafts[2] + row, length)
 
 
 def history_match(
@@ -162,13 +162,14 @@ def history_match(
     max_ngram: int,
     references: References | None,
     longest: int | None,
-) -> Match:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows, room = len(slots), texts.token_ids.shape[1]
     # No match ends in the last token.
     num_tiles = max(1, triton.cdiv(min(room, longest or room) - 1, TILE_SIZE - _SHARED.value))
     num_all_tiles = num_tiles if references is None else 2 * num_tiles
     shapes = (num_rows, max_num_draft), num_rows, num_rows
-    match = Match(*(slots.new_empty(shape, dtype=torch.int32) for shape in shapes))
+    token_ids, num_draft, match_length = (slots.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    drafts = token_ids, num_draft, match_length
     best = slots.new_empty((num_rows, num_all_tiles), dtype=torch.int64)
     others = references or References(texts.token_ids, texts.lengths, texts.lengths)  # never read
     inputs = texts, texts.token_ids.stride(0), others, slots, max_draft
@@ -177,7 +178,7 @@ def history_match(
         best, *inputs, min_ngram, max_ngram, num_tiles, num_all_tiles, TILE_SIZE=TILE_SIZE, num_warps=_NUM_WARPS
     )
     _copy_kernel[(num_rows,)](
-        match, best, *inputs, num_tiles, num_all_tiles, K=max_num_draft,
+        drafts, best, *inputs, num_tiles, num_all_tiles, K=max_num_draft,
         LANES=triton.next_power_of_2(max_num_draft), TILE_SIZE=TILE_SIZE, num_warps=1,
     )  # fmt: skip
-    return match
+    return drafts

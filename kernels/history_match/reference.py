@@ -3,7 +3,7 @@ waits for the device, so it searches each text's whole row. R: rows, L: room of 
 
 import torch
 
-from . import LONGEST_MATCH, Match, References, Texts
+from . import LONGEST_MATCH, References, Texts
 
 
 def history_match(
@@ -15,7 +15,7 @@ def history_match(
     max_ngram: int,
     references: References | None,
     longest: int | None,
-) -> Match:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     slots, steps = slots.long(), torch.arange(max_num_draft, device=slots.device)
     text = texts.token_ids[slots, :longest].long()
     end = texts.lengths[slots].long().clamp(max=text.shape[1])  # a chunked prompt has no room for drafts
@@ -39,7 +39,7 @@ def history_match(
         num_draft = torch.where(is_better, torch.minimum(max_draft, size - place), num_draft)
         match_length = torch.maximum(match_length, length)
     token_ids = torch.where(steps < num_draft[:, None], token_ids, 0)
-    return Match(token_ids.int(), num_draft.int(), torch.where(max_draft > 0, match_length, 0).int())
+    return token_ids.int(), num_draft.int(), torch.where(max_draft > 0, match_length, 0).int()
 
 
 def _nearest_match(

@@ -64,26 +64,6 @@ class Wanted(NamedTuple):
     of_stages: tuple[Any, ...] = ()
 
 
-class Chain(NamedTuple):
-    """One stage's tokens [R, any number] int32 and the number that form its draft, [R] int32. Their confidence is a
-    probability below 1 or the length of a match, int or float; None: 1, 2, 3, ..."""
-
-    token_ids: Any
-    num_draft: Any
-    confidence: Any
-
-
-class Joined(NamedTuple):
-    """One draft of two stages: tokens and their stages [R, K] int32, lengths [R] int32, confidence [R, K] float32, and
-    the number of the second stage's tokens, [R] int32, -1 if it has none."""
-
-    token_ids: Any
-    num_draft: Any
-    stage: Any
-    confidence: Any
-    num_second: Any
-
-
 def limit(
     rows: Rows,
     # [S] int32, tokens of each slot's request
@@ -130,21 +110,6 @@ def newest(
     [[6, 5], [9, 0], [0.5, 0.0]]
     """
     result: tuple[Any, ...] = _module(mapping, implementation).newest(mapping, num_computed, last_sampled, tables)
-    return result
-
-
-def join(first: Chain, second: Chain, continues: bool, implementation: str | None = None) -> Joined:
-    """Makes one draft from a first stage's, [R, K], and a second stage's, which may have fewer columns. If `continues`,
-    the second stage's drafts begin with the first stage's tokens, and the rest is appended. Otherwise they are used
-    only if the first stage has no draft.
-
-    >>> import torch
-    >>> first, second = (torch.tensor([tokens], dtype=torch.int32) for tokens in ([7, 8, 0], [7, 5, 6]))
-    >>> chains = Chain(first, torch.tensor([2]), torch.ones(1, 3)), Chain(second, torch.tensor([3]), None)
-    >>> [join(*chains, continues)[0].tolist() for continues in (True, False)]
-    [[[7, 8, 6]], [[7, 8, 0]]]
-    """
-    result: Joined = _module(first.token_ids, implementation).join(first, second, continues)
     return result
 
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import KINDS, SUMS, Chain, Joined, Rows, Staged, Totals, Wanted
+from . import KINDS, SUMS, Rows, Staged, Totals, Wanted
 
 _ROWS, _TOKENS = 256, 512  # of a program
 _KINDS, _SUMS = tl.constexpr(len(KINDS)), tl.constexpr(len(SUMS))
@@ -68,43 +68,6 @@ def _newest_kernel(
     tl.store(result[1] + index, lengths.to(tl.int64), mask=inside)
     for number in tl.static_range(len(tables)):
         tl.store(result[2 + number] + index, tl.load(tables[number] + slots), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_steps"])
-def _join_kernel(
-    # Joined, written
-    joined,
-    # Chain
-    first,
-    second,
-    num_rows,
-    num_steps,
-    K: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    CONTINUES: tl.constexpr,
-):
-    rows, places = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
-    inside, offsets = rows < num_rows, rows[:, None] * K + places
-    mask = inside[:, None] & (places < K)
-    ends = tl.load(first.num_draft + rows, mask=inside, other=0)
-    others = tl.load(second.num_draft + rows, mask=inside, other=0)
-    token_ids = tl.load(first.token_ids + offsets, mask=mask, other=0)
-    confidence = tl.load(first.confidence + offsets, mask=mask, other=0).to(tl.float32)
-    is_step, steps = mask & (places < num_steps), rows[:, None] * num_steps + places
-    second_ids, sure = tl.load(second.token_ids + steps, mask=is_step, other=0), (places + 1).to(tl.float32)
-    if second.confidence is not None:
-        sure = tl.where(is_step, tl.load(second.confidence + steps, mask=is_step, other=0.0), sure)
-    if CONTINUES:
-        start, num_draft = ends, tl.maximum(ends, others)
-    else:
-        start, num_draft = tl.where(ends > 0, K, 0), tl.where(ends > 0, ends, others)
-    is_first = places < start[:, None]
-    tl.store(joined.token_ids + offsets, tl.where(is_first, token_ids, second_ids), mask=mask)
-    tl.store(joined.stage + offsets, tl.where(is_first, 0, 1), mask=mask)
-    tl.store(joined.confidence + offsets, tl.where(is_first, confidence, sure), mask=mask)
-    tl.store(joined.num_draft + rows, num_draft, mask=inside)
-    tl.store(joined.num_second + rows, tl.where(num_draft > ends, num_draft - ends, -1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -197,19 +160,6 @@ def newest(
         result, mapping, num_computed, last_sampled, tables, num_rows, ROWS=_ROWS, num_warps=2
     )
     return result
-
-
-def join(first: Chain, second: Chain, continues: bool) -> Joined:
-    (num_rows, width), num_draft = first.token_ids.shape, torch.empty_like(first.num_draft)
-    lanes, confidence = triton.next_power_of_2(width), torch.empty_like(first.token_ids, dtype=torch.float32)
-    token_ids, stage = torch.empty_like(first.token_ids), torch.empty_like(first.token_ids)
-    joined = Joined(token_ids, num_draft, stage, confidence, torch.empty_like(num_draft))
-    size = max(1, _TOKENS // lanes)
-    _join_kernel[(triton.cdiv(num_rows, size),)](
-        joined, first, second, num_rows, second.token_ids.shape[1], K=width, LANES=lanes, ROWS=size,
-        CONTINUES=continues, num_warps=4,
-    )  # fmt: skip
-    return joined
 
 
 def tally(

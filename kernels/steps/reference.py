@@ -2,7 +2,7 @@
 
 import torch
 
-from . import ACCEPTED, KEPT, KINDS, SUMS, VERIFIED, Chain, Joined, Rows, Staged, Totals, Wanted
+from . import ACCEPTED, KEPT, KINDS, SUMS, VERIFIED, Rows, Staged, Totals, Wanted
 
 
 def limit(
@@ -31,24 +31,6 @@ def newest(
     slots = mapping.clamp(min=0)
     lengths = (num_computed[slots].long() + 1) * (mapping >= 0)
     return last_sampled[slots].int(), lengths, *(table[slots] for table in tables)
-
-
-def join(first: Chain, second: Chain, continues: bool) -> Joined:
-    width, num_steps, device = first.token_ids.shape[1], second.token_ids.shape[1], first.token_ids.device
-    places, second_ids = torch.arange(width, device=device), torch.zeros_like(first.token_ids)
-    second_ids[:, :num_steps] = second.token_ids
-    sure = (places + 1).float().repeat(len(second_ids), 1)
-    if second.confidence is not None:
-        sure[:, :num_steps] = second.confidence
-    ends, others = first.num_draft, second.num_draft
-    if continues:
-        start, num_draft = ends, torch.maximum(ends, others)
-    else:
-        start, num_draft = (ends > 0) * width, torch.where(ends > 0, ends, others)
-    is_first = places < start[:, None]
-    token_ids, stage = torch.where(is_first, first.token_ids, second_ids), (~is_first).int()
-    confidence = torch.where(is_first, first.confidence, sure).float()
-    return Joined(token_ids, num_draft, stage, confidence, torch.where(num_draft > ends, num_draft - ends, -1))
 
 
 def tally(

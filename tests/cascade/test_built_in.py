@@ -25,7 +25,7 @@ def batch_of(histories: list[list[int]], offered: list[list[int]] | None, room: 
         token_ids=[np.array(history, np.int32) for history in histories],
         max_num_draft=np.full(len(histories), room, np.int32),
         options=[{}] * len(histories),
-        offer=None if offered is None else Offer(np.array(offered, np.int32), ms=2.5),
+        offer=None if offered is None else Offer(Draft.whole(np.array(offered, np.int32)), ms=2.5),
     )
 
 
@@ -102,7 +102,11 @@ def test_its_own_chances_reach_the_gate() -> None:
         batch = batch_of([[1, 2, 3, 4]], [[7, 8, 9]])
         assert batch.offer is not None
         chances = np.array([[0.995, 0.995, 0.2] if is_sure else [0.2, 0.995, 0.995]], np.float32)
-        batch = replace(batch, request_ids=[str(step)], offer=replace(batch.offer, accept_probs=chances))
+        batch = replace(
+            batch,
+            request_ids=[str(step)],
+            offer=replace(batch.offer, draft=replace(batch.offer.draft, confidence=chances)),
+        )
         num_draft = proposer.propose(batch).num_draft
         lengths.append(int(num_draft[0]))
         num_right = np.minimum(num_draft, 2 if is_sure else 0)
@@ -124,7 +128,7 @@ def test_prompts_are_no_passes() -> None:
             proposer.observe(Feedback(batch.request_ids, num_draft, right, None if has_prompt else 20.0))
             lengths.append(proposer.offer_length(batch, right))
             ms = 2.0 * max(1, lengths[-1]) + 150.0 * has_prompt
-            offer = Offer(np.array([[7, 8, 9]], np.int32)[:, : lengths[-1]], ms, has_prompt=has_prompt)
+            offer = Offer(Draft.whole(np.array([[7, 8, 9]], np.int32)[:, : lengths[-1]]), ms, has_prompt=has_prompt)
             num_draft = proposer.propose(replace(batch, offer=offer)).num_draft
             right = np.minimum(num_draft, 2 + step % 2).astype(np.int32)
         return lengths, proposer
@@ -142,7 +146,8 @@ def test_chances_of_what_is_continued() -> None:
     """Fails if tokens behind another stage's have the chances of those in front of them."""
     batch = batch_of([[1]], [[7, 8, 9]])
     assert batch.offer is not None
-    sure = replace(batch.offer, accept_probs=np.array([[0.0, 0.75, 0.9375]], np.float32))
+    rated = replace(batch.offer.draft, confidence=np.array([[0.0, 0.75, 0.9375]], np.float32))
+    sure = replace(batch.offer, draft=rated)
     prefix = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
     drafts = BuiltIn(BuiltInConfig(), CONTEXT).draft(replace(batch, offer=sure), prefix, np.array([2]))
     assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [0.75, 0.9375]
@@ -205,7 +210,7 @@ def test_spared_where_a_run_gains_less() -> None:
         cut_short = np.full(len(histories), 2, np.int32)
         length: int = proposer.offer_length(batch, cut_short)
         assert batch.offer is not None
-        offer = Offer(batch.offer.token_ids[:, :length], 2.5 + run_ms * max(0, length - 1) / 2)
+        offer = Offer(Draft.whole(batch.offer.draft.token_ids[:, :length]), 2.5 + run_ms * max(0, length - 1) / 2)
         num_draft = proposer.propose(replace(batch, offer=offer)).num_draft
         right = np.minimum(num_draft, [6 if history is copied else 1 for history in histories]).astype(np.int32)
         proposer.observe(Feedback(batch.request_ids, num_draft, right, step_ms=10.0 + 0.1 * int(num_draft.sum())))
@@ -246,7 +251,7 @@ def test_as_many_tokens_as_pay() -> None:
             batch = batch_of([[5, 6, step + 10]], None)
             lengths.append(proposer.offer_length(batch, np.zeros(1, np.int32)))
             ms = pass_ms * max(1, lengths[-1])
-            offer = Offer(np.array([[7, 8, 9]], np.int32)[:, : lengths[-1]], ms)
+            offer = Offer(Draft.whole(np.array([[7, 8, 9]], np.int32)[:, : lengths[-1]]), ms)
             num_draft = proposer.propose(replace(batch, offer=offer)).num_draft
             right = np.minimum(num_draft, 2 + step % 2)
             proposer.observe(Feedback(batch.request_ids, num_draft, right, step_ms=10.0 + ms))

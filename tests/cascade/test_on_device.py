@@ -92,7 +92,7 @@ def looked_up(batch: DraftBatch, max_draft: torch.Tensor, distances: dict[str, t
     kept = torch.stack([distances.get(name, torch.tensor([NO_MATCH] * 2)) for name in batch.request_ids]).int()
     match = history_match(Texts(token_ids, lengths, kept), rows, max_draft, K, 2, 5, references)
     distances.update(zip(batch.request_ids, kept, strict=True))
-    return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
+    return of_stage(LOOKUP, *match)
 
 
 def on_host(policy: str, most: Sequence[int]) -> Any:

@@ -60,8 +60,8 @@ def test_as_in_a_longer_text(seed: int) -> None:
         longer = torch.cat((before[slot], own, own.new_zeros(L)))[None]
         there = Texts(longer, torch.tensor([len(before[slot]) + num_own]).int(), torch.full((1, 2), NO_MATCH).int())
         room = max_lookup[row : row + 1] - num_own
-        alone = history_match(there, torch.tensor([0]), room, K, config.min_ngram, config.max_ngram)
-        expected = torch.cat((own, alone.token_ids[0, : alone.num_draft[0]]))
+        alone, num_alone, _ = history_match(there, torch.tensor([0]), room, K, config.min_ngram, config.max_ngram)
+        expected = torch.cat((own, alone[0, : num_alone[0]]))
         assert joined.num_draft[row] == len(expected) <= max(max_lookup[row], num_own)
         assert torch.equal(joined.token_ids[row, : len(expected)], expected)
         assert (joined.stage[row, : len(expected)] == MODEL).tolist() == [at < num_own for at in range(len(expected))]

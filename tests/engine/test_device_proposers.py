@@ -2,6 +2,7 @@
 host."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +87,16 @@ def test_forms(field: str, form: str, monkeypatch: Any) -> None:
     """Kills: a tensor of another device or type that reaches arithmetic outside of the guard, and ends the engine."""
     import torch
 
-    from vllm_specplugins.device import DeviceDraft
+    from vllm_specplugins.draft import Draft
 
-    good = DeviceDraft(torch.ones(2, 3).int(), torch.ones(2).int(), torch.ones(2))
+    good = Draft(torch.ones(2, 3).int(), torch.ones(2).int(), torch.ones(2))
     tensor = getattr(good, field)
     wrong = {"device": tensor.to("meta"), "type": tensor.bool(), "shape": tensor[:1], "list": tensor.tolist()}[form]
     slots, room = torch.arange(2), torch.full((2,), 3).int()
-    for given, expected in ((good, [1, 1]), (good._replace(confidence=None), [1, 1])):
+    for given, expected in ((good, [1, 1]), (replace(good, confidence=None), [1, 1])):
         drafts, ended = drafts_of(lambda *_: given, monkeypatch)  # noqa: B023
         assert drafts.match(slots, room, None).num_draft.tolist() == expected and not ended
-    drafts, ended = drafts_of(lambda *_: good._replace(**{field: wrong}), monkeypatch)
+    drafts, ended = drafts_of(lambda *_: replace(good, **{field: wrong}), monkeypatch)
     for _ in range(2):
         assert drafts.match(slots, room, None).num_draft.tolist() == [0, 0]
     assert ended == ["drafting"]

@@ -255,14 +255,14 @@ def test_a_new_request_of_lookahead(device: Device, monkeypatch: pytest.MonkeyPa
 def test_a_proposer_is_tried_in_a_capture(waits: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Kills: a class that waits in the capture of a graph of drafting, which ends the start; one that is told of it
     twice, or that does not wait and is stopped."""
-    from vllm_specplugins.device import DeviceDraft
+    from vllm_specplugins.draft import Draft
     from vllm_specplugins.engine.v2.speculators.custom import CustomDrafts
 
-    def draft(texts: Any, rows: torch.Tensor, most: torch.Tensor) -> DeviceDraft:
+    def draft(texts: Any, rows: torch.Tensor, most: torch.Tensor) -> Draft:
         newest = texts.token_ids[rows, 0]
         if waits:
             newest[0].item()
-        return DeviceDraft(newest[:, None].repeat(1, 3), most)
+        return Draft(newest[:, None].repeat(1, 3), most)
 
     tokens, lengths = torch.ones(4, 8, dtype=torch.int32, device=HERE), torch.ones(4, dtype=torch.int32, device=HERE)
     states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=tokens), total_len=SimpleNamespace(gpu=lengths))

@@ -4,7 +4,7 @@ the texts.
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
-from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match, host
+from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match, host
 
 POISON = 7_000_000  # stands wherever no token is
 
@@ -83,7 +83,7 @@ def in_slots(rows: list[Row], slack: int) -> Slots:
     return Slots(Texts(texts, lengths, distances), slots, references, prefix, num_begun, max_draft)
 
 
-def on_host(given: Slots, num_draft: int, min_ngram: int, max_ngram: int) -> tuple[np.ndarray, Match]:
+def on_host(given: Slots, num_draft: int, min_ngram: int, max_ngram: int) -> tuple[np.ndarray, tuple[Any, Any, Any]]:
     """The host's form, of texts at addresses."""
     (texts, lengths, distances), slots, references, *prefix, max_draft = given
     texts, pool = np.ascontiguousarray(texts), np.ascontiguousarray(references.token_ids)
@@ -93,12 +93,12 @@ def on_host(given: Slots, num_draft: int, min_ngram: int, max_ngram: int) -> tup
     out = np.zeros((len(slots), num_draft), np.int32), np.zeros(len(slots), np.int64), np.zeros(len(slots))
     places = texts.ctypes.data + slots * texts.strides[0], lengths[slots].astype(np.int64), slots.astype(np.int64)
     host.history_match(*places, known, *prefix, max_draft.astype(np.int64), min_ngram, max_ngram, *out)
-    return known[:, : host.REFERENCE], Match(*out)
+    return known[:, : host.REFERENCE], out
 
 
 def on_device(
     given: Slots, num_draft: int, min_ngram: int, max_ngram: int, implementation: str, longest: int | None
-) -> tuple[np.ndarray, Match]:
+) -> tuple[np.ndarray, tuple[Any, Any, Any]]:
     """What is called by the front door; without what no row has."""
     device = DEVICE if implementation == "fused" else "cpu"
 

@@ -91,11 +91,15 @@ def test_as_lists(config: LookaheadConfig) -> None:
             first = torch.tensor(padded), torch.tensor([len(chain) for chain in chains])
         else:
             chains = [[] for _ in slots]
-        tree = ours.tree(torch.tensor(slots), torch.tensor(newest), first)
+        tree, _ = ours.tree(torch.tensor(slots), torch.tensor(newest), first)
+        guesses, has_guess = ours.newest_guess(torch.tensor(slots), torch.tensor(newest))
         for row, (slot, token, chain) in enumerate(zip(slots, newest, chains, strict=True)):
             expected = listed[slot].tree(token, chain)
             assert paths_of(tree.token_ids[row].tolist(), tree.parents[row].tolist()) == expected
             assert (tree.parents[row] <= torch.arange(config.num_nodes)).all()
+            assert tree.is_other[row].tolist() == [node < len(chain) for node in range(config.num_nodes)]
+            ngrams = [ngram[1:] for ngram in listed[slot].pool if ngram[0] == token]
+            assert (guesses[row].tolist() if has_guess[row] else None) == (ngrams[-1] if ngrams else None)
         drawn = torch.randint(1, 5, (len(slots), config.window), generator=torch.Generator().manual_seed(step))
         is_read = torch.tensor([rng.random() < 0.8 for _ in slots])
         ours.read(torch.tensor(slots), drawn, is_read)
@@ -134,10 +138,10 @@ def test_play_on_a_cycle() -> None:
     ours, slot, text, steps = new(config), torch.zeros(1, dtype=torch.int64), [1], 0
     ours.start(0, torch.tensor([1]))
     while len(text) < 60:
-        tree = ours.tree(slot, torch.tensor([text[-1]]))
+        tree, begin = ours.tree(slot, torch.tensor([text[-1]]))
         tokens = torch.cat((torch.tensor([[text[-1]]]), tree.token_ids), dim=1)
         parents = torch.cat((slot[None], tree.parents), dim=1)
-        drawn, end = tokens % period + 1, int(tree.begin) + config.num_window
+        drawn, end = tokens % period + 1, int(begin) + config.num_window
         ours.read(slot, drawn[:, end - config.window + 1 : end + 1], torch.ones(1, dtype=torch.bool))
         tokens[:, 1 : end + 1] = -1
         emitted, count, _ = walk(parents, tokens, drawn)

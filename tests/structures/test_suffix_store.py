@@ -28,7 +28,7 @@ def ask(store, tenant, ending, to_beat=0):
     """The draft and the length of its match, for a request with this text."""
     drafts = np.zeros((1, K), np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64)
     numbers = np.array([K]), np.array([to_beat]), np.array([store.number(tenant)])
-    draft_step((*places_of([ending]), *begun(None), *numbers), drafts, tuple(store.ring))
+    draft_step((*places_of([ending]), *begun(None), *numbers), *drafts, tuple(store.ring))
     return drafts[0][0, : drafts[1][0]].tolist(), int(drafts[2][0])
 
 

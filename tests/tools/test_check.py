@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.device import DeviceDraft, DeviceProposer
+from vllm_specplugins.device import DeviceProposer
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.check import NEWCOMER, Trace, check, load
@@ -168,7 +168,7 @@ class Device(DeviceProposer):
         super().__init__(options, context)
         self._fault, self._state = options["fault"], torch.zeros(context.max_num_reqs, dtype=torch.int32)
 
-    def draft(self, texts: Any, slots: Any, max_tokens: Any) -> DeviceDraft:
+    def draft(self, texts: Any, slots: Any, max_tokens: Any) -> Draft:
         self._state[slots] += 1
         newest = texts.token_ids[slots, (texts.lengths[slots] - 1).clamp(min=0).long()]
         ids, num_draft = newest[:, None].repeat(1, self.context.max_num_draft), max_tokens
@@ -187,7 +187,7 @@ class Device(DeviceProposer):
                 texts.token_ids[slots, 0] = 7
             case "writes limits":
                 num_draft = num_draft.clamp_(max=2)
-        return DeviceDraft(ids, num_draft)
+        return Draft(ids, num_draft)
 
 
 @pytest.mark.parametrize("fault", ["waits", "branches", "shapes", "floats", "wide", "writes text", "writes limits", ""])

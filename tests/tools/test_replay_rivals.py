@@ -10,9 +10,8 @@ import pytest
 from make import trace
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.draft import DraftBatch, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Offer, ProposerContext
 from vllm_specplugins.structures.arrays import view
-from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.data import samples
 from vllm_specplugins.tools.replay.candidates import (
@@ -59,7 +58,7 @@ def test_match_beside_brute_force() -> None:
 
 def draft_of(ngrams: tuple[int, int], history: list[int], offered: list[int] | None, width: int) -> list[int]:
     context = ProposerContext(100, 64, 1, width, lambda text: [])
-    offer = None if offered is None else Offer(np.array([offered], np.int32), 1.0)
+    offer = None if offered is None else Offer(Draft.whole(np.array([offered], np.int32)), 1.0)
     batch = DraftBatch(["request-0"], [frozen(history)], np.array([width], np.int32), [{}], offer=offer)
     draft = Fixed(*ngrams, context).propose(batch)
     return [int(token) for token in draft.token_ids[0, : draft.num_draft[0]]]

@@ -131,7 +131,7 @@ class Played:
                 request.drafted(1, length)[: self._num_offered]
                 for request, length in zip(requests, lengths, strict=True)
             ]
-            offer = Offer(np.array([row or [0] * self._num_offered for row in rows], np.int32), 0.0)
+            offer = Offer(Draft.whole(np.array([row or [0] * self._num_offered for row in rows], np.int32)), 0.0)
         draft: Draft = self.proposer.propose(replace(batch, target=target, offer=offer))
         self.passes = layers.passes + [num_reqs] * self._num_offered
         return draft

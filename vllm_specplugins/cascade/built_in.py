@@ -42,13 +42,13 @@ class BuiltIn(StageProposer):
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
         """Drafts as Stage.draft does; it continues a prefix only if its draft begins with it."""
-        offer = batch.offer
-        assert offer is not None
+        assert batch.offer is not None
+        offer = batch.offer.draft
         num_reqs, num_offered = offer.token_ids.shape  # fewer than K in a step for which the engine wants fewer
         rest = (0, 0), (0, self._max_num_draft - num_offered)
         confidence = np.full(num_reqs, FIRST_CONFIDENCE)
-        if offer.accept_probs is not None:
-            confidence = np.pad(offer.accept_probs.clip(0, 1 - 1e-6).astype(np.float64), rest)
+        if offer.confidence is not None:
+            confidence = np.pad(offer.confidence.clip(0, 1 - 1e-6).astype(np.float64), rest)
         drafts = of_stage(0, np.pad(offer.token_ids, rest), np.minimum(max_tokens, num_offered), confidence)
         if prefix is None:
             return drafts

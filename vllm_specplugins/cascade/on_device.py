@@ -12,10 +12,9 @@ from vllm_specplugins.config import StageConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.kernels.acceptance import Other
-from vllm_specplugins.kernels.steps import Chain, join
-from vllm_specplugins.proposers.draft_sampler import LARGEST_PROB, ModelProposer, OnLogits, Steps
+from vllm_specplugins.proposers.draft_sampler import LARGEST_PROB, ModelProposer, OnLogits
 from vllm_specplugins.stage import StageProposer
-from vllm_specplugins.structures.drafts import DraftArrays, of_stage
+from vllm_specplugins.structures.drafts import DraftArrays, columns, combine, either, of_stage
 from vllm_specplugins.target import Target
 
 LOOKUP, MODEL = range(2)  # the stages
@@ -74,7 +73,7 @@ class DeviceModel:
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
         max_tokens = max_tokens.clamp(max=batch.num_steps)
         if prefix is None:
-            return self.alone(batch, max_tokens)
+            return self.drafts(batch, 0, max_tokens)
         looked_up, continues = prefix.num_draft, self.proposer.continues_drafts
         if batch.rates:
             # The split goes by what is known before the model has drawn a token: it must not depend on the draw.
@@ -82,25 +81,28 @@ class DeviceModel:
             prefix = prefix.cut(self._tracker.worth(prefix, other, reports=True).num_kept)
         if batch.num_steps == 0:
             return prefix._replace(by_stage=(looked_up, looked_up * 0 - 1))
-        steps = self.steps(batch, prefix if continues else None)
-        sure = None if steps.largest_probs is None else steps.largest_probs.clamp(max=LARGEST_PROB)
-        first = Chain(prefix.token_ids, prefix.num_draft, prefix.confidence)
-        second = Chain(steps.token_ids, max_tokens, sure)
-        joined = join(first, second, continues)
-        token_ids, num_draft, stage, confidence, num_second = joined
-        return DraftArrays(token_ids, num_draft, stage, confidence, None, steps.logits, (looked_up, num_second))
+        drafts, ends = self.drafts(batch, MODEL, max_tokens, prefix if continues else None), prefix.num_draft
+        if continues:  # the model's tokens begin with those of the prefix
+            num_draft = torch.maximum(ends, max_tokens)
+            joined = combine(columns(drafts.token_ids) < ends[:, None], prefix, drafts, num_draft)
+        else:
+            joined = either(ends > 0, prefix, drafts)
+        num_more = torch.where(joined.num_draft > ends, joined.num_draft - ends, -1)
+        return joined._replace(logits=drafts.logits, by_stage=(looked_up, num_more))
 
-    def alone(self, batch: DeviceBatch, max_tokens: torch.Tensor) -> DraftArrays:
+    def drafts(
+        self, batch: DeviceBatch, stage: int, max_tokens: torch.Tensor, prefix: DraftArrays | None = None
+    ) -> DraftArrays:
+        """Runs the model token by token, after each row's newest token or after the tokens of a prefix, which then
+        begin its draft."""
         token_ids = max_tokens.new_zeros((len(max_tokens), self.proposer.max_num_draft), dtype=torch.int32)
-        drafts = of_stage(0, token_ids, max_tokens, max_tokens * 0.0 + 1)
+        drafts = of_stage(stage, token_ids, max_tokens, max_tokens * 0.0 + 1)
         if batch.num_steps == 0:
             return drafts
-        steps = self.steps(batch)
-        token_ids[:, : batch.num_steps] = steps.token_ids
-        return drafts._replace(logits=steps.logits)
-
-    def steps(self, batch: DeviceBatch, prefix: DraftArrays | None = None) -> Steps:
-        """Runs the model token by token, after each row's newest token or after the tokens of a prefix."""
         assert batch.target is not None
         followed = None if prefix is None else (prefix.token_ids, prefix.num_draft)
-        return self.proposer.draft_steps(batch.target, batch.num_steps, batch.on_logits, batch.rates, followed)
+        steps = self.proposer.draft_steps(batch.target, batch.num_steps, batch.on_logits, batch.rates, followed)
+        token_ids[:, : batch.num_steps] = steps.token_ids
+        if steps.confidence is not None:
+            drafts.confidence[:, : batch.num_steps] = steps.confidence.clamp(max=LARGEST_PROB)
+        return drafts._replace(logits=steps.logits)

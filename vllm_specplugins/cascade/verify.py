@@ -19,19 +19,9 @@ import torch
 from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch, DeviceModel
 from vllm_specplugins.cascade.stage import Source, Stage
 from vllm_specplugins.draft import DraftBatch
-from vllm_specplugins.proposers.draft_sampler import LARGEST_PROB
 from vllm_specplugins.request_options import allows
 from vllm_specplugins.structures.arrays import Ints
-from vllm_specplugins.structures.drafts import (
-    DraftArrays,
-    columns,
-    either,
-    join,
-    nothing,
-    of_stage,
-    picked,
-    stacked,
-)
+from vllm_specplugins.structures.drafts import DraftArrays, columns, either, join, nothing, picked, stacked
 from vllm_specplugins.target import Target
 
 
@@ -142,18 +132,12 @@ class CheckedOnDevice(DeviceModel):
         max_tokens = max_tokens.clamp(max=batch.num_steps)
         if batch.num_steps == 0:
             return prefix._replace(by_stage=(prefix.num_draft, max_tokens - 1))
-        steps = self.steps(batch)
-        token_ids = torch.zeros_like(prefix.token_ids)
-        token_ids[:, : batch.num_steps] = steps.token_ids
-        drafts = of_stage(MODEL, token_ids, max_tokens, max_tokens * 0.0 + 1)
-        is_right = ((token_ids == prefix.token_ids) & prefix.is_drafted & drafts.is_drafted).int().cumprod(dim=1)
-        if steps.largest_probs is not None:
-            confidence = drafts.confidence.clone()
-            confidence[:, : batch.num_steps] = steps.largest_probs.clamp(max=LARGEST_PROB)
-            if self.proposer.is_one_hot:  # how likely a drawn token is to be verified must not show
-                both_wrong = (1 - confidence) / prefix.confidence.clamp(min=1) ** 2
-                confidence = torch.where(is_right > 0, (1 - both_wrong).clamp(max=1 - 1e-6), confidence)
+        drafts = self.drafts(batch, MODEL, max_tokens)
+        is_right = ((drafts.token_ids == prefix.token_ids) & prefix.is_drafted & drafts.is_drafted).int().cumprod(dim=1)
+        if batch.rates and self.proposer.is_one_hot:  # how likely a drawn token is to be verified must not show
+            both_wrong = (1 - drafts.confidence) / prefix.confidence.clamp(min=1) ** 2
+            confidence = torch.where(is_right > 0, (1 - both_wrong).clamp(max=1 - 1e-6), drafts.confidence)
             drafts = drafts._replace(confidence=confidence)
         is_asked = max_tokens > 0
         counts = prefix.num_draft, torch.where(is_asked, max_tokens, -1), is_right.sum(dim=1, dtype=torch.int32)
-        return either(is_asked, drafts, prefix)._replace(logits=steps.logits, by_stage=counts)
+        return either(is_asked, drafts, prefix)._replace(logits=drafts.logits, by_stage=counts)

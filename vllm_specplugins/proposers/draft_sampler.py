@@ -9,7 +9,7 @@ R: requests, N: rows (equally many of each request), H: hidden size, V: vocabula
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,34 +40,31 @@ class Chosen(NamedTuple):
     """The next token of each row: ids [N] int; logits [N, V] of q if the tokens are "probabilistic"; and, on request,
     [N] float32, the largest probability before any limit cuts."""
 
-    token_ids: torch.Tensor
-    logits: torch.Tensor | None = None
+    next_ids: torch.Tensor
+    q_logits: torch.Tensor | None = None
     largest_probs: torch.Tensor | None = None
 
 
-@dataclass(slots=True)
 class Steps:
-    """The chosen tokens of all steps: [R, num_steps] int32, logits [R, num_steps, V] and [R, num_steps] float32."""
+    """Collects the chosen tokens of all steps in a draft: ids [R, num_steps] int32, logits [R, num_steps, V], and as
+    the confidence the largest probabilities [R, num_steps]."""
 
-    token_ids: torch.Tensor
-    logits: torch.Tensor | None = None
-    largest_probs: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, target: Target, num_steps: int) -> "Steps":
+    def __init__(self, target: Target, num_steps: int):
         last = target.last_token_ids
-        return cls(last.new_empty(len(last), num_steps, dtype=torch.int32))
+        self.draft = Draft.whole(last.new_empty(len(last), num_steps, dtype=torch.int32))
 
     def put(self, step: int, chosen: Chosen) -> None:
-        self.token_ids[:, step] = chosen.token_ids
-        self.logits = self._with(self.logits, step, chosen.logits)
-        self.largest_probs = self._with(self.largest_probs, step, chosen.largest_probs)
+        self.draft.token_ids[:, step] = chosen.next_ids
+        logits = self._with(self.draft.logits, step, chosen.q_logits)
+        self.draft = replace(
+            self.draft, confidence=self._with(self.draft.confidence, step, chosen.largest_probs), logits=logits
+        )
 
     def _with(self, steps: torch.Tensor | None, step: int, values: torch.Tensor | None) -> torch.Tensor | None:
         if values is None:
             return steps
         if steps is None:
-            steps = values.new_empty(*self.token_ids.shape, *values.shape[1:])
+            steps = values.new_empty(*self.draft.token_ids.shape, *values.shape[1:])
         steps[:, step] = values
         return steps
 
@@ -102,8 +99,8 @@ class ModelProposer(StageProposer):
     def propose(self, batch: DraftBatch) -> Draft:
         """Drafts K tokens; a request near the end of its context gets fewer."""
         assert batch.target is not None
-        steps = self.draft_steps(batch.target, int(batch.max_num_draft.max(initial=0)))
-        return Draft(steps.token_ids, batch.max_num_draft, logits=steps.logits)
+        draft = self.draft_steps(batch.target, int(batch.max_num_draft.max(initial=0)))
+        return replace(draft, num_draft=batch.max_num_draft)
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
         """Drafts at most max_tokens [R] int64 tokens, one by one, after each request's history and the prefix of its
@@ -136,13 +133,15 @@ class ModelProposer(StageProposer):
         on_logits: OnLogits | None = None,
         rates: bool = False,
         followed: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> Steps:
-        """Drafts token by token after each request's newest token, with each step's largest probabilities if `rates`.
+    ) -> Draft:
+        """Drafts token by token after each request's newest token; the confidence of a token is the largest probability
+        of its step if `rates`.
         `followed` holds tokens [R, >= num_steps] int that replace the chosen ones as inputs, and their numbers, [R]
         int."""
         tokens, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
-        steps, of_one_pass = Steps.of(target, num_steps), self.one_pass(target, num_steps) if num_steps else None
-        fed = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
+        steps, of_one_pass = Steps(target, num_steps), self.one_pass(target, num_steps) if num_steps else None
+        token_ids = steps.draft.token_ids
+        fed = token_ids if followed is None else torch.empty_like(token_ids)
         for step in range(num_steps):
             prefix = Prefix(positions + 1, fed[:, :step])
             if of_one_pass is None:
@@ -154,13 +153,13 @@ class ModelProposer(StageProposer):
             steps.put(step, chosen)
             if on_logits is not None and logits is not None:
                 on_logits(step, logits)
-            tokens = chosen.token_ids
+            tokens = chosen.next_ids
             if followed is not None:
                 tokens = fed[:, step] = torch.where(followed[1] > step, followed[0][:, step], tokens)
             positions = (positions + 1).clamp_(max=self.max_position)
-        return steps
+        return steps.draft
 
-    def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Steps:
+    def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Draft:
         """Drafts after the first `num_begun` [R] int64 tokens of `begun` [R, T]; see `continues_drafts`."""
         raise NotImplementedError
 

@@ -44,22 +44,22 @@ class EarlyExit(ModelProposer):
         states = self._ahead.states(target, self.config.exit_layer, num_steps, self.max_position, self.head is None)
         return tuple(self.logits(target, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(1))
 
-    def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Steps:
+    def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Draft:
         """Reads the first tokens in one pass: at most K - num_steps of them if a request wants num_steps more."""
         rows, first = torch.arange(len(begun), device=begun.device), target.num_tokens - 1
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
         places = first[:, None] + torch.arange(fed.shape[1], device=fed.device)
         states = self._states(target, fed, places.clamp_(max=self.max_position))[rows, num_begun]
         positions, last_slot = first + num_begun, (first + self.max_num_draft - 1).clamp_(max=self.max_position)
-        steps, drafts = Steps.of(target, num_steps), torch.nn.functional.pad(begun, (0, num_steps))
+        steps, drafts = Steps(target, num_steps), torch.nn.functional.pad(begun, (0, num_steps))
         for step in range(num_steps):
             if step:
                 positions = torch.minimum(positions + 1, last_slot)
-                states = self._states(target, steps.token_ids[:, step - 1], positions)
+                states = self._states(target, steps.draft.token_ids[:, step - 1], positions)
             chosen, _ = self.choose(target, states, Prefix(positions + 1, drafts, num_begun + step))
             steps.put(step, chosen)
-            drafts[rows, num_begun + step] = steps.token_ids[:, step].to(drafts.dtype)
-        return steps
+            drafts[rows, num_begun + step] = chosen.next_ids.to(drafts.dtype)
+        return steps.draft
 
     def run_layers(
         self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
@@ -92,8 +92,8 @@ class EarlyExit(ModelProposer):
         counts = (num_before[:, None] + torch.arange(length, device=device)).clamp(max=drafts.shape[1]).flatten()
         states, drafts = self._states(target, fed, places).flatten(0, 1), drafts.repeat_interleave(length, dim=0)
         chosen, _ = self.choose(target, states, Prefix(places.flatten() + 1, drafts, counts))
-        logits = None if chosen.logits is None else chosen.logits.unflatten(0, (num_reqs, length))
-        return chosen.token_ids.view(num_reqs, length), logits
+        logits = None if chosen.q_logits is None else chosen.q_logits.unflatten(0, (num_reqs, length))
+        return chosen.next_ids.view(num_reqs, length), logits
 
 
 def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:

@@ -9,12 +9,11 @@ waits for the device. R: rows, W: columns of the window, N: tokens of an n-gram,
 its root.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from vllm_specplugins.config import LookaheadConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
+from vllm_specplugins.proposers.tree import Tree
 
 NO_TOKEN = -1
 POOL = 1024  # n-grams of a request; 32 KB where N is 4
@@ -23,23 +22,6 @@ POOL = 1024  # n-grams of a request; 32 KB where N is 4
 def num_copied(num_draft: torch.Tensor, match_length: torch.Tensor) -> torch.Tensor:
     """The number of tokens of a lookup's draft before the window, [R]: a longer match gets more of them."""
     return num_draft.minimum((4 * match_length).to(num_draft.dtype))
-
-
-class LookaheadTree(NamedTuple):
-    """A tree of each request.
-
-    Args:
-        token_ids, parents: [R, K] int64; parent 0 is the root, 1 the first node.
-        begin: [R] int64, nodes before the window; K if there is no window.
-        chain: [R, N - 1] int64, the newest guess, which is used alone for rows without a tree.
-        has_guess: [R] bool.
-    """
-
-    token_ids: torch.Tensor
-    parents: torch.Tensor
-    begin: torch.Tensor
-    chain: torch.Tensor
-    has_guess: torch.Tensor
 
 
 class Lookahead(Proposer):
@@ -78,9 +60,10 @@ class Lookahead(Proposer):
         newest: torch.Tensor,  # [R] int64, the newest tokens
         # A chain [R, L] int, and the number of its tokens [R] int; the tree fills what it leaves free.
         chain: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> LookaheadTree:
+    ) -> tuple[Tree, torch.Tensor]:
+        """A tree of each request, and the number of its nodes before the window, [R] int64: all if it has no window."""
         self._window[slots, 0, 0] = newest
-        window, (guesses, above, has_guess) = self._window[slots].flatten(1)[:, 1:], self._guesses(slots, newest)
+        window, (guesses, above, _) = self._window[slots].flatten(1)[:, 1:], self._guesses(slots, newest)
         first, num_first = (window, slots * 0) if chain is None else (chain[0].long(), chain[1].long())
         has_window = num_first + self.num_window <= self.num_nodes
         starts = torch.stack((slots * 0, num_first, num_first + self.num_window * has_window), dim=1)
@@ -95,7 +78,12 @@ class Lookahead(Proposer):
             parents = torch.where(part == index, parents_there.gather(1, at), parents)
         parents = torch.where(parents > 0, parents + start, 0)
         begin = torch.where(has_window, num_first, self.num_nodes)
-        return LookaheadTree(token_ids, parents, begin, guesses[:, : self.ngram - 1], has_guess)
+        return Tree(token_ids, parents, self._nodes < num_first[:, None]), begin
+
+    def newest_guess(self, slots: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest guess [R, N - 1] int64, which rows without a tree draft, and whether there is one, [R] bool."""
+        guesses, _, has_guess = self._guesses(slots, newest)
+        return guesses[:, : self.ngram - 1], has_guess
 
     def _guesses(self, slots: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens and parents [R, G * (N - 1)] of the newest n-grams that begin with the newest token, and whether there

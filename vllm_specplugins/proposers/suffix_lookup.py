@@ -115,7 +115,7 @@ class SuffixLookup(Lookup):
             stored = np.zeros_like(texts.token_ids), *np.zeros((2, batch.num_reqs), np.int64)
             least = to_beat(texts.num_draft, texts.confidence[:, 0]).astype(np.int64)
             limits = max_tokens, least, np.array(owners, np.int64)
-            draft_step((addresses, lengths, *begun(prefix), *limits), stored, tuple(self.store.ring))
+            draft_step((addresses, lengths, *begun(prefix), *limits), *stored, tuple(self.store.ring))
             if has_new:
                 self._take_shared()
                 self.store.work(self._work)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specplugins.config import ConfigError, check_fields, integer
-from vllm_specplugins.device import DeviceDraft, DeviceProposer
+from vllm_specplugins.device import DeviceProposer
 from vllm_specplugins.draft import Draft
 
 
@@ -78,4 +78,4 @@ class OnDevice(DeviceProposer):
         if self.fault == "shape":
             newest = newest[:1]
         num_draft = max_tokens + 100 if self.fault == "length" else max_tokens
-        return DeviceDraft(newest[:, None].repeat(1, self.context.max_num_draft), num_draft)
+        return Draft(newest[:, None].repeat(1, self.context.max_num_draft), num_draft)

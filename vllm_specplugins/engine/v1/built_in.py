@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.draft import DraftBatch, Int32Array, Offer
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Offer
 from vllm_specplugins.engine.built_in import for_built_in
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -93,7 +93,7 @@ class BuiltInDrafter:
             # The drafter writes to the metadata.
             drafts = self._propose(scheduler_output, on_device, *tensors, copy.copy(common), slot_mappings)
         token_ids = drafts.to("cpu", torch.int32).numpy()[rows]
-        return Offer(token_ids, (time.perf_counter() - start) * 1000, has_prompt=has_prompt)
+        return Offer(Draft.whole(token_ids), (time.perf_counter() - start) * 1000, has_prompt)
 
     @contextmanager
     def _as_it_expects(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> Iterator[None]:

@@ -38,15 +38,8 @@ class Asked(NamedTuple):
     owners: Int64Array  # [B] of the texts, in the ring; 0: none
 
 
-class Drafts(NamedTuple):
-    token_ids: Int32Array  # [B, K]
-    num_draft: Int64Array  # [B]
-    match_lengths: Int64Array  # [B]
-
-
 _ints, _prefix = types.int64[::1], types.Array(types.int32, 2, "C", readonly=True)
 asked_type = types.Tuple((_ints, _ints, _prefix, *[_ints] * 4))
-drafts_type = types.Tuple((types.int32[:, ::1], _ints, _ints))
 
 
 @inlined
@@ -100,11 +93,13 @@ def _vote(places: Int64Array, num_places: int, ring: Ring) -> tuple[int, int]:
     return num_agreed, best
 
 
-@compiled(types.void(asked_type, drafts_type, ring_type), nogil=True)
-def draft_step(asked: Any, drafts: Any, ring: Any) -> None:
-    """Takes the fields of Asked, Drafts and Ring as tuples, and writes Drafts, which must hold zeros."""
+@compiled(types.void(asked_type, types.int32[:, ::1], _ints, _ints, ring_type), nogil=True)
+def draft_step(asked: Any, token_ids: Int32Array, num_draft: Int64Array, match_lengths: Int64Array, ring: Any) -> None:
+    """Takes the fields of Asked and Ring as tuples, and writes drafts [B, K], their lengths [B] and those of their
+    matches, [B]; all must hold zeros."""
     texts, lengths, prefix, num_begun, max_draft, to_beat, owners = asked
-    drafts, ring = Drafts(borrowed(drafts[0]), borrowed(drafts[1]), borrowed(drafts[2])), borrowed_ring(ring)
+    token_ids, num_draft, match_lengths = borrowed(token_ids), borrowed(num_draft), borrowed(match_lengths)
+    ring = borrowed_ring(ring)
     places, entries = np.empty(MAX_PLACES, np.int64), np.empty((3, NUM_LEVELS), np.int64)
     last_tokens = np.empty(LONGEST_MATCH, np.int32)
     for index in range(len(owners)):
@@ -123,7 +118,7 @@ def draft_step(asked: Any, drafts: Any, ring: Any) -> None:
             if num_places == 0:
                 break
             if count == 0:
-                drafts.match_lengths[index] = longest
+                match_lengths[index] = longest
                 ring.used[places[0] % len(ring.used)] |= longest >= MIN_USED
-            drafts.token_ids[index, count] = token
-            drafts.num_draft[index] = count + 1
+            token_ids[index, count] = token
+            num_draft[index] = count + 1

@@ -117,7 +117,7 @@ class Fixed(Proposer):
     def propose(self, batch: DraftBatch) -> Draft:
         token_ids = np.zeros((batch.num_reqs, self._width), np.int32)
         if batch.offer is not None:
-            token_ids[:] = batch.offer.token_ids
+            token_ids[:] = batch.offer.draft.token_ids
         for row, tokens in zip(token_ids, batch.token_ids, strict=True):
             if self._ngrams[1] and (end := match_end(tokens, *self._ngrams)):
                 copied = tokens[end : end + self._width]

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_specplugins.counters import faults_of
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Offer, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.guard import Texts
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.stage import stage_of
 from vllm_specplugins.structures.drafts import DraftArrays
-from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.replay.candidates import Build
 from vllm_specplugins.tools.replay.costs import Load
 from vllm_specplugins.tools.replay.data import Traffic, name_of
@@ -223,7 +222,7 @@ class _Engine:
         length = drafter.num_draft if chosen is None else min(drafter.num_draft, chosen)
         self._drafter_ms = drafter.step_ms(batch.num_reqs, length)
         token_ids = drafter.draft(self._traffic, batch.request_ids, batch.token_ids)
-        offer = Offer(token_ids[:, :length], self._drafter_ms)
+        offer = Offer(Draft.whole(token_ids[:, :length]), self._drafter_ms)
         if feedback.step_ms is not None:
             feedback = replace(feedback, step_ms=feedback.step_ms + self._drafter_ms)
         return replace(batch, offer=offer), feedback

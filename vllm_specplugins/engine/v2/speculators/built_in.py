@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch
-from vllm_specplugins.draft import Offer
+from vllm_specplugins.draft import Draft, Offer
 from vllm_specplugins.engine.built_in import for_built_in, refuse_second_owner, without_built_in
 from vllm_specplugins.engine.hooks import both, replaced
 from vllm_specplugins.kernels.acceptance import Other
@@ -96,7 +96,7 @@ class DraftsForHost:
         token_ids = self._drafts.to("cpu", torch.int32).numpy()[rows]
         accept_probs = self._accept_probs.cpu().numpy()[rows]
         ms = self._start.elapsed_time(self._end) if self._is_cuda else (self._end - self._start) * 1000
-        return Offer(token_ids, ms, None if np.isnan(accept_probs).any() else accept_probs)
+        return Offer(Draft.whole(token_ids, None if np.isnan(accept_probs).any() else accept_probs), ms)
 
     def _mark(self) -> Any:
         if not self._is_cuda:

@@ -43,11 +43,11 @@ class LookaheadSpeculator(TreeSpeculator):
         if prefix is not None:
             prefix = prefix.cut(num_copied(prefix.num_draft, prefix.confidence[:, 0]))
         newest = self._extend(slots, len(rows))
-        tree = proposer.tree(slots, newest, None if prefix is None else (prefix.token_ids, prefix.num_draft))
+        tree, begin = proposer.tree(slots, newest, None if prefix is None else (prefix.token_ids, prefix.num_draft))
         is_tree = self.trees.branches(rows) & may_branch & (wanted >= self.num_speculative_steps)
-        token_ids = torch.zeros_like(tree.token_ids)
-        token_ids[:, : proposer.ngram - 1] = tree.chain
-        num_draft = tree.has_guess * (proposer.ngram - 1)
+        token_ids, length = torch.zeros_like(tree.token_ids), proposer.ngram - 1
+        token_ids[:, :length], has_guess = proposer.newest_guess(slots, newest)
+        num_draft = has_guess * length
         if prefix is not None:
             copies = prefix.num_draft > 0
             token_ids = torch.where(copies[:, None], prefix.token_ids, token_ids)
@@ -55,11 +55,11 @@ class LookaheadSpeculator(TreeSpeculator):
         num_draft = torch.where(is_tree, self.num_speculative_steps, num_draft.minimum(wanted)).to(wanted.dtype)
         token_ids = torch.where(is_tree[:, None], tree.token_ids, token_ids).int()
         self.trees.put(rows, torch.where(is_tree[:, None], tree.parents, self.trees.chain))
-        self._begin_of_window[slots] = torch.where(is_tree, tree.begin, self.num_speculative_steps)
+        self._begin_of_window[slots] = torch.where(is_tree, begin, self.num_speculative_steps)
         drafts = of_stage(MODEL if self._policy else 0, token_ids, num_draft, num_draft * 0.0 + 1)
         if prefix is None:
             return drafts
-        return drafts._replace(stage=drafts.stage.masked_fill(self._steps < prefix.num_draft[:, None], LOOKUP))
+        return drafts._replace(stage=drafts.stage.masked_fill(tree.is_other, LOOKUP))
 
     def _extend(self, slots: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Puts n-grams of the newest tokens into the pools; returns each row's newest token, [R] int64."""
