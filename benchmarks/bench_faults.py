@@ -125,7 +125,7 @@ def main() -> int:
     os.sched_setaffinity(0, {0})
     rng = np.random.default_rng(0)
     prompts = rng.integers(10, 3000, (NUM_PROMPTS, PROMPT_TOKENS)).tolist()
-    traffic = Traffic(prompts=prompts, temperature=0.0, max_tokens=NUM_TOKENS, at_a_time=1, ignore_eos=True)
+    traffic = Traffic(prompts=prompts, temperature=0.0, output_lengths=NUM_TOKENS, at_a_time=1, ignore_eos=True)
     arguments = {"model": args.model, "dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True}
     with ExitStack() as stack:
         engines = {}

@@ -63,7 +63,7 @@ def main() -> int:
                     Traffic(
                         prompts=[tokenizer(f"{prompt}# {seed}\n")["input_ids"] for prompt in PROMPTS],
                         temperature=temperature,
-                        max_tokens=160,
+                        output_lengths=160,
                         at_a_time=1,
                         sampling={"structured_outputs": GRAMMARS[name]},
                     )

@@ -57,11 +57,11 @@ def make_lookup(max_num_draft: int, num_reqs: int = 12) -> tuple[Any, ...]:
             texts[slot, length - 20 : length] = (texts, others)[slot % 2][slot, place - 20 : place].clone()
     distances = 1 + integers(rng, shortest - 1, num_reqs, 2)
     distances[::4] = NO_MATCH
-    max_draft = torch.full((num_reqs,), max_num_draft, dtype=torch.int32)
-    max_draft[-1] = 0
+    limits = torch.full((num_reqs,), max_num_draft, dtype=torch.int32)
+    limits[-1] = 0
     references = References(others.flatten(), torch.arange(num_reqs) * (longest + 8), sizes)
     slots = torch.randperm(num_reqs, generator=rng)
-    return Texts(texts, lengths, distances), slots, max_draft, max_num_draft, 2, 8, references
+    return Texts(texts, lengths, distances), slots, limits, max_num_draft, 2, 8, references
 
 
 def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, Any, Staged]:
@@ -80,8 +80,8 @@ def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, A
     stage, agreed = integers(rng, 2, num_rows, max_num_draft), integers(rng, 2, num_rows)
     staged = Staged(*sent, sampled, rejected, stage, first, second, agreed)
     lengths, num_draft = integers(rng, 40, num_slots), integers(rng, max_num_draft + 1, num_rows)
-    max_tokens = torch.tensor(max_num_draft, dtype=torch.int32)
-    return Rows(slots, sampled, rejected), lengths, torch.stack(limits, 1), max_tokens, num_draft, staged
+    step_limit = torch.tensor(max_num_draft, dtype=torch.int32)
+    return Rows(slots, sampled, rejected), lengths, torch.stack(limits, 1), step_limit, num_draft, staged
 
 
 def new_totals(num_slots: int, max_num_draft: int, device: Any, once: int = 1) -> Totals:

@@ -165,12 +165,12 @@ def _edits(shapes: Shapes) -> _Case:
 
 def _rows(shapes: Shapes) -> _Case:
     def operation(rows: Any, lengths: Any, *others: Any, implementation: str) -> list[torch.Tensor]:
-        limits, max_tokens, num_draft, staged = others
+        limits, step_limit, num_draft, staged = others
         mapping, width, results = torch.zeros_like(num_draft), shapes.max_num_draft, list[torch.Tensor]()
         variants = (staged, staged._replace(confirmed=None)) if shapes.cascades else (None,)
         for stages in variants:
             totals, of_stages = inputs.new_totals(len(lengths), width, num_draft.device), (2, 1) if stages else ()
-            slots, wanted, by_stage = limit(rows, lengths, limits, max_tokens, mapping, of_stages, implementation)
+            slots, wanted, by_stage = limit(rows, lengths, limits, step_limit, mapping, of_stages, implementation)
             tally(totals, rows, wanted, num_draft, width, stages, implementation)
             results += [slots, wanted, mapping, *totals[:2], *by_stage]
         for tables in ((), (lengths.int(), lengths.float(), lengths.float())) if shapes.runs_target else ():

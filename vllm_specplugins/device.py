@@ -25,11 +25,11 @@ class DeviceTexts(NamedTuple):
     lengths: Any
 
 
-def checked_draft(draft: Any, max_tokens: Any, max_num_draft: int) -> Draft:
+def checked_draft(draft: Any, limits: Any, max_num_draft: int) -> Draft:
     """Returns the draft; raises ValueError for a tensor of another shape, type or device than a
     `DeviceProposer` returns. Reads no values, so no step waits."""
     token_ids, num_draft, confidence = draft.token_ids, draft.num_draft, draft.confidence
-    rows, device = tuple(max_tokens.shape), max_tokens.device
+    rows, device = tuple(limits.shape), limits.device
     integers, floats = ("int32", "int64"), ("float32", "float16", "bfloat16", "float64")
     for name, tensor, shape, dtypes in (
         ("token_ids", token_ids, (*rows, min(token_ids.shape[-1], max_num_draft)), integers),
@@ -56,14 +56,14 @@ class DeviceProposer(Proposer):
         self.context = context
         self._slots: dict[str, int] = {}  # of `propose`
 
-    def draft(self, texts: DeviceTexts, slots: Any, max_tokens: Any) -> Draft:
-        """Drafts at most max_tokens [num_reqs] int32 tokens after the texts of these slots, [num_reqs] int64. A CUDA
+    def draft(self, texts: DeviceTexts, slots: Any, limits: Any) -> Draft:
+        """Drafts at most limits [num_reqs] int32 tokens after the texts of these slots, [num_reqs] int64. A CUDA
         graph records the call for each batch size and replays it, so the call must neither wait for the device nor
         branch on a tensor's values, and its shapes may depend on num_reqs alone. Every tensor-parallel rank must
-        compute the same result. Rows that pad a graph have the last slot, and max_tokens 0.
+        compute the same result. Rows that pad a graph have the last slot, and limits 0.
 
         Returns a `Draft` of tensors without logits: token_ids [num_reqs, <= K] and num_draft [num_reqs] of int32 or
-        int64, and confidence [num_reqs], a float, or None. The engine drops tokens past `max_tokens`, and cuts a draft
+        int64, and confidence [num_reqs], a float, or None. The engine drops tokens past `limits`, and cuts a draft
         before a token outside the vocabulary.
         """
         raise NotImplementedError

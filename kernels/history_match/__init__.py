@@ -45,7 +45,7 @@ def history_match(
     # [R] int32 or int64, the slot of each row
     slots: Any,
     # [R] int32, 0..K tokens; a row with 0 is not read
-    max_draft: Any,
+    limits: Any,
     max_num_draft: int,
     min_ngram: int,
     max_ngram: int,
@@ -55,10 +55,10 @@ def history_match(
 ) -> tuple[Any, Any, Any]:
     """Drafts the tokens after the longest earlier match of the last tokens; of equally long matches the nearest wins. A
     match in the reference must be longer than one in the text. Of two equally near matches the earlier wins. If fewer
-    than max_draft tokens follow a match in the text, the copy repeats itself, as in LZ77.
+    than its limit follow a match in the text, the copy repeats itself, as in LZ77.
 
-    Returns drafts [R, K] int32, padded with 0; their lengths [R] int32: max_draft, or fewer where a reference ends; and
-    the lengths of the matches [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0.
+    Returns drafts [R, K] int32, padded with 0; their lengths [R] int32, the limits, or fewer where a reference ends;
+    and the lengths of the matches [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0.
 
     Args:
         min_ngram: shortest match; at the copy position one token is enough.
@@ -75,6 +75,6 @@ def history_match(
     """
     module = module_of(__name__, texts.token_ids, implementation)
     drafts: tuple[Any, Any, Any] = module.history_match(
-        texts, slots, max_draft, max_num_draft, min_ngram, max_ngram, references, longest
+        texts, slots, limits, max_num_draft, min_ngram, max_ngram, references, longest
     )
     return drafts

@@ -128,16 +128,16 @@ def _copy_kernel(
     TILE_SIZE: tl.constexpr,
 ):
     row, steps = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
-    max_draft = tl.load(wanted_ptr + row)
+    limit = tl.load(wanted_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     tokens, num_draft, length = tl.zeros((LANES,), tl.int32), 0, 0
-    if max_draft > 0:
+    if limit > 0:
         best_ptr += row * num_all_tiles
         end, distances_ptr = tl.load(texts.lengths + slot), texts.distances + 2 * slot
         text_ptr = texts.token_ids + slot * stride
         place, length = _best_match(best_ptr, text_ptr, end, distances_ptr, text_ptr, end, TILE_SIZE)
         # A copy from the text may overlap itself, as in LZ77.
-        num_draft = tl.where(place > 0, max_draft, 0)
+        num_draft = tl.where(place > 0, limit, 0)
         tokens = tl.load(text_ptr + place + steps % (end - place), mask=steps < num_draft, other=0)
         if num_all_tiles > num_tiles:
             size, reference_ptr = tl.load(references.lengths + slot), references.token_ids
@@ -146,7 +146,7 @@ def _copy_kernel(
                 best_ptr + num_tiles, reference_ptr, size, distances_ptr + 1, text_ptr, end, TILE_SIZE
             )
             if longer > length:
-                length, num_draft = longer, tl.minimum(max_draft, size - place)
+                length, num_draft = longer, tl.minimum(limit, size - place)
                 tokens = tl.load(reference_ptr + place + steps, mask=steps < num_draft, other=0)
     tl.store(drafts[0] + row * K + steps, tokens, mask=steps < K)
     tl.store(drafts[1] + row, num_draft)
@@ -156,7 +156,7 @@ def _copy_kernel(
 def history_match(
     texts: Texts,
     slots: torch.Tensor,  # [R]
-    max_draft: torch.Tensor,  # [R]
+    limits: torch.Tensor,  # [R]
     max_num_draft: int,
     min_ngram: int,
     max_ngram: int,
@@ -172,7 +172,7 @@ def history_match(
     drafts = token_ids, num_draft, match_length
     best = slots.new_empty((num_rows, num_all_tiles), dtype=torch.int64)
     others = references or References(texts.token_ids, texts.lengths, texts.lengths)  # never read
-    inputs = texts, texts.token_ids.stride(0), others, slots, max_draft
+    inputs = texts, texts.token_ids.stride(0), others, slots, limits
     num_programs = min(num_all_tiles, max(_MIN_PROGRAMS, _PROGRAMS // num_rows))
     _match_kernel[(num_programs, num_rows)](
         best, *inputs, min_ngram, max_ngram, num_tiles, num_all_tiles, TILE_SIZE=TILE_SIZE, num_warps=_NUM_WARPS

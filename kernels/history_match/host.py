@@ -112,7 +112,7 @@ def history_match(
     known: Int64Array,
     prefix: Int32Array,
     num_begun: Int64Array,
-    max_draft: Int64Array,
+    limits: Int64Array,
     min_ngram: int,
     max_ngram: int,
     token_ids: Int32Array,
@@ -122,7 +122,7 @@ def history_match(
     """Drafts as the package's `history_match` does. A draft ends before a negative token.
 
     Args:
-        texts, lengths, max_draft: [R] each; the texts are addresses of int32 tokens.
+        texts, lengths, limits: [R] each; the texts are addresses of int32 tokens.
         rows: [R], the requests' rows in `known` [N, NUM_COLUMNS], which is updated.
         prefix, num_begun: [R, K] tokens of a draft to continue and [R] their number; empty: none.
         token_ids, num_draft, match_lengths: [R, K] zeros, [R] and [R], written.
@@ -130,7 +130,7 @@ def history_match(
     ending, differs = np.empty(LONGEST_MATCH, np.int32), np.empty((2, BLOCK), np.int32)
     for index in range(len(rows)):
         num_draft[index], match_lengths[index] = 0, 0.0
-        request, size, limit = known[rows[index]], lengths[index], min(max_draft[index], token_ids.shape[1])
+        request, size, limit = known[rows[index]], lengths[index], min(limits[index], token_ids.shape[1])
         if limit == 0:
             continue
         whole = text_at(texts[index], size)

@@ -9,7 +9,7 @@ from . import LONGEST_MATCH, References, Texts
 def history_match(
     texts: Texts,
     slots: torch.Tensor,  # [R]
-    max_draft: torch.Tensor,  # [R]
+    limits: torch.Tensor,  # [R]
     max_num_draft: int,
     min_ngram: int,
     max_ngram: int,
@@ -23,23 +23,23 @@ def history_match(
     ending = text.gather(1, last.clamp(min=0)).masked_fill(last < 0, -1)
     expected = (end[:, None] - texts.distances[slots]).clamp(min=0)
     place, match_length = _nearest_match(text, end, ending, min_ngram, max_ngram, expected[:, 0])
-    _write(texts.distances[:, 0], slots, end - place, (max_draft > 0) & (match_length > 0))
+    _write(texts.distances[:, 0], slots, end - place, (limits > 0) & (match_length > 0))
     # The copy may overlap itself, as in LZ77.
     token_ids = text.gather(1, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
-    num_draft = torch.where(match_length > 0, max_draft, 0)
+    num_draft = torch.where(match_length > 0, limits, 0)
     if references is not None:
         places = references.starts[slots, None] + torch.arange(text.shape[1], device=slots.device)
         other = references.token_ids[places.clamp(max=len(references.token_ids) - 1)].long()
         size = references.lengths[slots].long()
         place, length = _nearest_match(other, size, ending, min_ngram, max_ngram, expected[:, 1])
-        _write(texts.distances[:, 1], slots, end - place, (max_draft > 0) & (length > 0))
+        _write(texts.distances[:, 1], slots, end - place, (limits > 0) & (length > 0))
         is_better = length > match_length
         followed = other.gather(1, (place[:, None] + steps).clamp(max=text.shape[1] - 1))
         token_ids = torch.where(is_better[:, None], followed, token_ids)
-        num_draft = torch.where(is_better, torch.minimum(max_draft, size - place), num_draft)
+        num_draft = torch.where(is_better, torch.minimum(limits, size - place), num_draft)
         match_length = torch.maximum(match_length, length)
     token_ids = torch.where(steps < num_draft[:, None], token_ids, 0)
-    return token_ids.int(), num_draft.int(), torch.where(max_draft > 0, match_length, 0).int()
+    return token_ids.int(), num_draft.int(), torch.where(limits > 0, match_length, 0).int()
 
 
 def _nearest_match(

@@ -140,9 +140,9 @@ def make_edits(batch: Batch, seed: int = 0) -> Edits:
     asks = states % 4 != 3
     pool = torch.randperm(vocab_size, generator=rng)[:2048].int()
 
-    def lists(max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first = integers(rng, len(pool), num_states, 1) + torch.arange(max_length)
-        return integers(rng, min(max_length, len(pool)) + 1, num_states) * asks, pool[first % len(pool)]
+    def lists(longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = integers(rng, len(pool), num_states, 1) + torch.arange(longest)
+        return integers(rng, min(longest, len(pool)) + 1, num_states) * asks, pool[first % len(pool)]
 
     def few(*shape: int) -> torch.Tensor:
         return pool[integers(rng, min(2, len(pool)), *shape)]

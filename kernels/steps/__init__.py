@@ -72,7 +72,7 @@ def limit(
     # draft; then whether each of two stages is allowed, 1 or 0
     limits: Any,
     # [] int32: max tokens of a draft of this step
-    max_tokens: Any,
+    step_limit: Any,
     # [R] int32, written: each row's slot, -1 for a row of padding
     mapping: Any,
     of_stages: tuple[int, ...] = (),
@@ -87,7 +87,7 @@ def limit(
     >>> [part.tolist() for part in limit(rows, lengths, limits, torch.tensor(4), mapping)[:2]], mapping.tolist()
     ([[1, 1], [3, 0]], [1, -1])
     """
-    result: Wanted = _module(lengths, implementation).limit(rows, lengths, limits, max_tokens, mapping, of_stages)
+    result: Wanted = _module(lengths, implementation).limit(rows, lengths, limits, step_limit, mapping, of_stages)
     return result
 
 

@@ -134,7 +134,7 @@ def limit(
     rows: Rows,
     lengths: torch.Tensor,  # [S]
     limits: torch.Tensor,  # [S, >= 3]
-    max_tokens: torch.Tensor,  # []
+    step_limit: torch.Tensor,  # []
     mapping: torch.Tensor,  # [R]
     of_stages: tuple[int, ...],
 ) -> Wanted:
@@ -142,7 +142,7 @@ def limit(
     wanted = torch.empty_like(requests, dtype=torch.int32)
     staged = tuple(torch.empty_like(wanted) for _ in of_stages)
     _limit_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        requests, wanted, staged, rows, lengths, limits, max_tokens, mapping, num_rows, len(lengths),
+        requests, wanted, staged, rows, lengths, limits, step_limit, mapping, num_rows, len(lengths),
         *(of_stages or (0, 0)), WIDTH=limits.shape[1], ROWS=_ROWS, num_warps=2,
     )  # fmt: skip
     return Wanted(requests, wanted, staged)

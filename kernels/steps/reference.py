@@ -9,14 +9,14 @@ def limit(
     rows: Rows,
     lengths: torch.Tensor,  # [S]
     limits: torch.Tensor,  # [S, >= 3]
-    max_tokens: torch.Tensor,  # []
+    step_limit: torch.Tensor,  # []
     mapping: torch.Tensor,  # [R]
     of_stages: tuple[int, ...],
 ) -> Wanted:
     mapping.copy_(rows.slots).masked_fill_(rows.slots >= len(lengths), -1)
     slots = rows.slots.clamp(max=len(lengths) - 1)
     before, limits = lengths[slots], limits[slots]
-    wanted = torch.minimum(limits[:, 0], limits[:, 2] - before).minimum(max_tokens).clamp_(min=0)
+    wanted = torch.minimum(limits[:, 0], limits[:, 2] - before).minimum(step_limit).clamp_(min=0)
     wanted = wanted.mul_((before <= limits[:, 1]) & (rows.num_sampled > 0)).int()
     staged = ((wanted * limits[:, 3 + stage]).clamp(max=longest) for stage, longest in enumerate(of_stages))
     return Wanted(slots, wanted, tuple(staged))

@@ -128,7 +128,7 @@ def test_launches_beside_an_exit(engine: Any, device: Device, monkeypatch: pytes
 
     monkeypatch.setattr(FirstLayers, "__call__", counted)
     monkeypatch.setattr(speculator, "_graphs_of", {})
-    monkeypatch.setattr(speculator, "_depths", (0, 1, 2))
+    monkeypatch.setattr(speculator, "_step_counts", (0, 1, 2))
     with device.guard.active():
         speculator.init_cudagraph_manager(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
         for manager in speculator._graphs_of.values():

@@ -20,10 +20,10 @@ def run(
 ) -> list[Any]:
     """All that is written."""
     device = DEVICE if implementation == "fused" else "cpu"
-    rows, lengths, limits, max_tokens, num_draft, staged = to_device(step, device)
+    rows, lengths, limits, step_limit, num_draft, staged = to_device(step, device)
     mapping, totals = torch.full_like(num_draft, 77), new_totals(len(lengths), max_num_draft, device, once)
     most_of_stages = (max_num_draft // 2, 1) if has_stages else ()
-    slots, wanted, of_stages = limit(rows, lengths, limits, max_tokens, mapping, most_of_stages, implementation)
+    slots, wanted, of_stages = limit(rows, lengths, limits, step_limit, mapping, most_of_stages, implementation)
     tally(totals, rows, wanted, num_draft, max_num_draft, staged if has_stages else None, implementation)
     tables = (lengths.float(), lengths.long(), lengths) if has_stages else ()
     read = newest(mapping, lengths, lengths.long() + 7, tables, implementation)

@@ -80,7 +80,7 @@ def test_oracle(vocab_size, monkeypatch):
 
     def visible(tenant):
         for begin, text in reversed(put):
-            gone = max(0, int(store.ring.state[HEAD]) - store.max_tokens - begin)
+            gone = max(0, int(store.ring.state[HEAD]) - store.capacity - begin)
             end = len(text.tokens) - 1
             if store._linking is not None and text is put[-1][1]:
                 end = store._linking[1]
@@ -134,7 +134,7 @@ def test_memory():
     texts = store.texts()
     assert len(texts) == store.num_texts and sum(len(text.tokens) for text in texts) == store.num_tokens
     assert {text.tenant for text in texts} == set(store._tenants)
-    assert store.num_tokens > 0.8 * store.max_tokens, "texts fill the room"
+    assert store.num_tokens > 0.8 * store.capacity, "texts fill the room"
     assert abs(held - store.num_bytes) < 0.01 * max_bytes
 
 
@@ -200,7 +200,7 @@ def test_who_makes_room(num_tenants):
     than one time; texts that stay without end.
     """
     rng, store = random.Random(num_tenants), SuffixStore(1 << 17)
-    room = Room(store.max_tokens)
+    room = Room(store.capacity)
     for number in range(2000):
         tenant = str(int(rng.random() ** 3 * num_tenants)).encode()
         if rng.random() < 0.5:

@@ -27,7 +27,7 @@ Run = Callable[..., tuple[int, str]]
 def ask(engine: Any, message: object) -> Turn | int:
     """First tokens after 20 ms and steps of 10 ms, or with speculation of 20 ms that emit 3 tokens; slices of 30 ms."""
     engine.log.append(engine.name)
-    num_tokens, plain = engine.traffic.max_tokens, engine.config is None
+    num_tokens, plain = engine.traffic.output_lengths, engine.config is None
     engine.num_tokens += 3 if plain else 9
     if engine.num_tokens < num_tokens * len(engine.traffic.prompts):
         return int(engine.num_tokens)
@@ -224,7 +224,7 @@ def test_forced_logs(
     assert all(
         list(traffic.prompts) == [[5, 6, 7], [5]] and list(traffic.logged) == [0, 1] for traffic in closed + open_
     )
-    assert all(list(traffic.max_tokens) == [3, 1] and traffic.ignore_eos for traffic in closed + open_)
+    assert all(list(traffic.output_lengths) == [3, 1] and traffic.ignore_eos for traffic in closed + open_)
     assert len(open_) == 3 and all(traffic.arrivals is None for traffic in closed)
     drawn = Random(0)
     first = drawn.expovariate(0.5 * 2 / 4.0)  # two requests in 4 s without speculation

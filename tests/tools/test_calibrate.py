@@ -47,7 +47,7 @@ def ask(engine: Any, message: object) -> Turn:
     """A step takes 10 ms; with K drafts it emits 1 + K / 2 tokens; if slow, one."""
     num_draft = 0 if engine.config is None or engine.slow else engine.config.get("num_speculative_tokens", 1)
     answers = []
-    for output in greedy(engine.model, engine.traffic.prompts, engine.traffic.max_tokens):
+    for output in greedy(engine.model, engine.traffic.prompts, engine.traffic.output_lengths):
         num_steps = (len(output) - 1) / (1 + num_draft / 2)
         answers.append(Answer(output, 10.0, [10.0 * num_steps / 8] * 8, 1))
     seconds = sum(answer.first_ms + sum(answer.step_ms) for answer in answers) / 1000

@@ -168,10 +168,10 @@ class Device(DeviceProposer):
         super().__init__(options, context)
         self._fault, self._state = options["fault"], torch.zeros(context.max_num_reqs, dtype=torch.int32)
 
-    def draft(self, texts: Any, slots: Any, max_tokens: Any) -> Draft:
+    def draft(self, texts: Any, slots: Any, limits: Any) -> Draft:
         self._state[slots] += 1
         newest = texts.token_ids[slots, (texts.lengths[slots] - 1).clamp(min=0).long()]
-        ids, num_draft = newest[:, None].repeat(1, self.context.max_num_draft), max_tokens
+        ids, num_draft = newest[:, None].repeat(1, self.context.max_num_draft), limits
         match self._fault:
             case "waits":
                 num_draft = num_draft.clamp(max=int(texts.lengths.max().item()))
@@ -195,7 +195,7 @@ def test_device_classes(fault: str) -> None:
     """Kills: a class that `check` approves although a graph cannot record it, or that writes to the engine's tensors,
     by each rule of write-a-proposer.md."""
     violations, _ = checked("Device", fault=fault)
-    words = "It writes to " + ("token_ids" if "text" in fault else "max_tokens")
+    words = "It writes to " + ("token_ids" if "text" in fault else "limits")
     words = words if fault.startswith("writes") else "No CUDA graph can record it"
     assert any(sentence.startswith(words) for sentence in violations) == bool(fault)
     assert fault or not violations

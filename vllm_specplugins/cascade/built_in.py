@@ -40,7 +40,7 @@ class BuiltIn(StageProposer):
         """The time that this step saved."""
         return (1 - self.share) * self.saved_ms
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         """Drafts as Stage.draft does; it continues a prefix only if its draft begins with it."""
         assert batch.offer is not None
         offer = batch.offer.draft
@@ -49,10 +49,10 @@ class BuiltIn(StageProposer):
         confidence = np.full(num_reqs, FIRST_CONFIDENCE)
         if offer.confidence is not None:
             confidence = np.pad(offer.confidence.clip(0, 1 - 1e-6).astype(np.float64), rest)
-        drafts = of_stage(0, np.pad(offer.token_ids, rest), np.minimum(max_tokens, num_offered), confidence)
+        drafts = of_stage(0, np.pad(offer.token_ids, rest), np.minimum(limits, num_offered), confidence)
         if prefix is None:
             return drafts
         starts, token_ids = prefix.num_draft, drafts.token_ids
         agrees = ((token_ids == prefix.token_ids) | (columns(token_ids) >= starts[:, None])).all(axis=1)
-        num_draft = np.where(agrees, np.minimum(max_tokens, np.maximum(num_offered - starts, 0)), 0)
+        num_draft = np.where(agrees, np.minimum(limits, np.maximum(num_offered - starts, 0)), 0)
         return drafts.shifted(starts).cut(num_draft)

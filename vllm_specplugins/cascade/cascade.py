@@ -73,7 +73,7 @@ class Cascade(StageProposer):
     def _first_draft(self, batch: DraftBatch) -> DraftArrays:
         drafts = self._nothing(batch)
         for source in self._sources:
-            limits = source.limits(batch, _max_draft(batch) * (drafts.num_draft == 0))
+            limits = source.limits(batch, _limits(batch) * (drafts.num_draft == 0))
             drafts = join(drafts, source.draft(batch, None, limits))
         return drafts
 
@@ -82,7 +82,7 @@ class Cascade(StageProposer):
         if first.method.runs_target:
             drafts, others = None, list(self._sources)
         else:
-            drafts = first.draft(batch, None, first.limits(batch, _max_draft(batch)))
+            drafts = first.draft(batch, None, first.limits(batch, _limits(batch)))
         if drafts is not None and not others:
             return self._profitable(first, batch, drafts, gate)
         for source in others:
@@ -93,20 +93,20 @@ class Cascade(StageProposer):
     def _profitable(self, source: Source, batch: DraftBatch, drafts: DraftArrays, gate: Gate) -> DraftArrays:
         rows, none = self._rows.of(batch.request_ids), self._nothing(batch)
         alone = source.index, none.confidence, none.num_draft
-        keep, _ = gate.split_draft(rows, drafts, *alone, _max_draft(batch), False)
+        keep, _ = gate.split_draft(rows, drafts, *alone, _limits(batch), False)
         self._tracker.add_lengths(source.index, keep, drafts.num_draft)
         return drafts.cut(keep)
 
     def _continued(self, source: Source, batch: DraftBatch, drafts: DraftArrays | None, gate: Gate) -> DraftArrays:
         """Returns the drafts so far, and after them or in their place those of one more source."""
-        rows, max_draft, none = self._rows.of(batch.request_ids), _max_draft(batch), self._nothing(batch)
-        is_model, limits, ready = source.method.runs_target, source.limits(batch, max_draft), none
+        rows, allowed, none = self._rows.of(batch.request_ids), _limits(batch), self._nothing(batch)
+        is_model, limits, ready = source.method.runs_target, source.limits(batch, allowed), none
         if not is_model:  # it drafts before the gate chooses, which goes by its confidence
             ready = source.draft(batch, None, limits)
             limits = ready.num_draft
         continues = drafts is not None and is_model and source.proposer.continues_drafts
         so_far, last = none if drafts is None else drafts, (source.index, ready.confidence, limits)
-        keep, num_more = gate.split_draft(rows, so_far, *last, max_draft, continues)
+        keep, num_more = gate.split_draft(rows, so_far, *last, allowed, continues)
         self._tracker.add_lengths(source.index, num_more, limits)
         if not num_more.any():
             return so_far.cut(keep)
@@ -115,7 +115,7 @@ class Cascade(StageProposer):
         drafts = drafts.cut(keep)
         more = self._model_draft(source, batch, drafts, num_more) if is_model else ready.cut(num_more)
         drafts = join(drafts, more)
-        room = np.where(num_more > 0, max_draft - drafts.num_draft, 0)
+        room = np.where(num_more > 0, allowed - drafts.num_draft, 0)
         return self._extended(batch, drafts, room, gate)
 
     def _model_draft(
@@ -161,12 +161,12 @@ class Cascade(StageProposer):
         return length
 
     def _paying_length(self, gate: Gate, offered: Stage, batch: DraftBatch, rows: Ints) -> int:
-        lookup, max_draft = self._stages[0], _max_draft(batch)
+        lookup, allowed = self._stages[0], _limits(batch)
         if len(self._stages) != 2 or not lookup.method.is_lookup:
             return offered.max_num_draft
         self._begin_step()
-        drafts = lookup.draft_ahead(batch, lookup.limits(batch, max_draft))
-        limits = offered.limits(batch, max_draft)
+        drafts = lookup.draft_ahead(batch, lookup.limits(batch, allowed))
+        limits = offered.limits(batch, allowed)
         return gate.offer_length(rows, drafts, offered.index, limits, offered.max_num_draft, offered.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
@@ -226,5 +226,5 @@ class Cascade(StageProposer):
         return [(stage.title, stage.proposer) for stage in self._stages]
 
 
-def _max_draft(batch: DraftBatch) -> Ints:
+def _limits(batch: DraftBatch) -> Ints:
     return batch.max_num_draft.astype(np.int64)

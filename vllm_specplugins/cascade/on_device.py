@@ -42,8 +42,8 @@ class DeviceBatch(NamedTuple):
 
 
 class DeviceSource(Protocol):
-    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        """Drafts at most max_tokens [R] int32 tokens per row, and returns them joined with `prefix`, an earlier
+    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
+        """Drafts at most limits [R] int32 tokens per row, and returns them joined with `prefix`, an earlier
         draft."""
 
 
@@ -70,20 +70,20 @@ class DeviceModel:
     def __init__(self, proposer: ModelProposer, tracker: Any = None):
         self.proposer, self._tracker = proposer, tracker
 
-    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
-        max_tokens = max_tokens.clamp(max=batch.num_steps)
+    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
+        limits = limits.clamp(max=batch.num_steps)
         if prefix is None:
-            return self.drafts(batch, 0, max_tokens)
+            return self.drafts(batch, 0, limits)
         looked_up, continues = prefix.num_draft, self.proposer.continues_drafts
         if batch.rates:
             # The split goes by what is known before the model has drawn a token: it must not depend on the draw.
-            other = Other(MODEL, batch.num_steps, continues, max_tokens)
+            other = Other(MODEL, batch.num_steps, continues, limits)
             prefix = prefix.cut(self._tracker.worth(prefix, other, reports=True).num_kept)
         if batch.num_steps == 0:
             return prefix._replace(by_stage=(looked_up, looked_up * 0 - 1))
-        drafts, ends = self.drafts(batch, MODEL, max_tokens, prefix if continues else None), prefix.num_draft
+        drafts, ends = self.drafts(batch, MODEL, limits, prefix if continues else None), prefix.num_draft
         if continues:  # the model's tokens begin with those of the prefix
-            num_draft = torch.maximum(ends, max_tokens)
+            num_draft = torch.maximum(ends, limits)
             joined = combine(columns(drafts.token_ids) < ends[:, None], prefix, drafts, num_draft)
         else:
             joined = either(ends > 0, prefix, drafts)
@@ -91,12 +91,12 @@ class DeviceModel:
         return joined._replace(logits=drafts.logits, by_stage=(looked_up, num_more))
 
     def drafts(
-        self, batch: DeviceBatch, stage: int, max_tokens: torch.Tensor, prefix: DraftArrays | None = None
+        self, batch: DeviceBatch, stage: int, limits: torch.Tensor, prefix: DraftArrays | None = None
     ) -> DraftArrays:
         """Runs the model token by token, after each row's newest token or after the tokens of a prefix, which then
         begin its draft."""
-        token_ids = max_tokens.new_zeros((len(max_tokens), self.proposer.max_num_draft), dtype=torch.int32)
-        drafts = of_stage(stage, token_ids, max_tokens, max_tokens * 0.0 + 1)
+        token_ids = limits.new_zeros((len(limits), self.proposer.max_num_draft), dtype=torch.int32)
+        drafts = of_stage(stage, token_ids, limits, limits * 0.0 + 1)
         if batch.num_steps == 0:
             return drafts
         assert batch.target is not None

@@ -28,11 +28,11 @@ class Source(Protocol):
     proposer: Any
     counters: StageCounters
 
-    def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
+    def limits(self, batch: DraftBatch, limits: Ints) -> Ints:
         """Limits these numbers of tokens, [num_reqs], by the stage's K and the requests' options."""
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts at most max_tokens [num_reqs] tokens for each request, after its history and the prefix of its
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
+        """Drafts at most limits [num_reqs] tokens for each request, after its history and the prefix of its
         draft."""
 
 
@@ -70,68 +70,69 @@ class Stage:
             ends_process=on_all_ranks,
         )
 
-    def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        allowed, limits = allows(batch.options, self.name), np.minimum(max_tokens, self.max_num_draft)
+    def limits(self, batch: DraftBatch, limits: Ints) -> Ints:
+        allowed, limits = allows(batch.options, self.name), np.minimum(limits, self.max_num_draft)
         return limits if allowed is None else np.where(allowed, limits, 0)
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         if prefix is None and self.has_drafted(batch):
             assert self._ahead is not None
             (_, ahead), self._ahead = self._ahead, None
             return ahead
         if self.method.is_offered and batch.offer is None:
-            return nothing(len(max_tokens), self._context.max_num_draft)
+            return nothing(len(limits), self._context.max_num_draft)
         start = time.perf_counter()
         drafts: DraftArrays | None
         if self.method.runs_target or self.method.is_offered:
-            drafts = self.proposer.draft(batch, prefix, max_tokens)
+            drafts = self.proposer.draft(batch, prefix, limits)
         else:
-            if self._gate is not None and not self._gate.asks(self.index, len(max_tokens)):
-                max_tokens = np.zeros_like(max_tokens)
+            if self._gate is not None and not self._gate.asks(self.index, len(limits)):
+                limits = np.zeros_like(limits)
                 self.num_spared += 1
-            drafts = self._guarded(batch, prefix, max_tokens) if self._context.rank == 0 else None
+            drafts = self._guarded(batch, prefix, limits) if self._context.rank == 0 else None
             drafts = self._context.agreed(drafts)
         assert drafts is not None
         if not self.method.is_offered:  # the time of that is counted by the cascade
             self.counters.ms += (time.perf_counter() - start) * 1000
         drafts.stage[:] = self.index
-        self.counters.asked += int(np.count_nonzero(max_tokens))
+        self.counters.asked += int(np.count_nonzero(limits))
         self.counters.drafted += sum(drafts.num_draft.tolist())
         return drafts
 
-    def draft_ahead(self, batch: DraftBatch, max_tokens: Ints) -> DraftArrays:
+    def draft_ahead(self, batch: DraftBatch, limits: Ints) -> DraftArrays:
         """Drafts ahead of the step's drafting, which then uses these drafts."""
-        drafts = self.draft(batch, None, max_tokens)
+        drafts = self.draft(batch, None, limits)
         self._ahead = _step_of(batch), drafts
         return drafts
 
     def has_drafted(self, batch: DraftBatch) -> bool:
         return self._ahead is not None and self._ahead[0] == _step_of(batch)
 
-    def _guarded(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+    def _guarded(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         guard, drafts, self.answer_ms = self.guard, None, 0.0
         assert guard is not None
         may_draft = guard.may_draft(batch.request_ids)
         if may_draft is not None:
-            max_tokens = np.where(may_draft, max_tokens, 0)
+            limits = np.where(may_draft, limits, 0)
         # A store takes a request's last tokens, too, after which no draft is wanted.
         sees_all = self.method.is_lookup and self.method.has_tenants and may_draft is None
-        if sees_all or np.count_nonzero(max_tokens):
+        if sees_all or np.count_nonzero(limits):
             draft, start = self.proposer.draft if self.method.is_lookup else self._begun, time.perf_counter()
-            shown = guard.shown(batch, np.flatnonzero(max_tokens).tolist())
-            drafts = guard.call(batch, lambda: draft(shown, prefix, max_tokens))
+            shown = guard.shown(batch, np.flatnonzero(limits).tolist())
+            drafts = guard.call(batch, lambda: draft(shown, prefix, limits))
             self.answer_ms = (time.perf_counter() - start) * 1000
         elif guard.has_to_forget:
             guard.call(batch, lambda: None)
-        return nothing(len(max_tokens), self._context.max_num_draft) if drafts is None else drafts
+        return nothing(len(limits), self._context.max_num_draft) if drafts is None else drafts
 
-    def _begun(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        rows = np.flatnonzero(max_tokens if prefix is None else max_tokens * (prefix.num_draft == 0))
-        num_reqs, max_num_draft = len(max_tokens), self._context.max_num_draft
+    def _begun(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
+        rows = np.flatnonzero(limits if prefix is None else limits * (prefix.num_draft == 0))
+        num_reqs, max_num_draft = len(limits), self._context.max_num_draft
         if not len(rows):
             return nothing(num_reqs, max_num_draft)
-        limits = max_tokens.astype(np.int32)
-        draft = draft_of_rows(self.proposer, batch, rows, limits, max_num_draft, self._context.vocab_size)
+        draft = draft_of_rows(
+            self.proposer, batch, rows, limits.astype(np.int32), max_num_draft, self._context.vocab_size
+        )
         confidence = np.full(num_reqs, FIRST_CONFIDENCE) if draft.confidence is None else draft.confidence
         return of_stage(0, draft.token_ids, draft.num_draft, confidence)
 

@@ -33,26 +33,26 @@ class Checked:
         self.index, self.counters = stage.index, stage.counters
         self.method, self.proposer = stage.method, stage.proposer
 
-    def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
-        """Returns max_tokens, since any stage that a request allows may draft for it."""
-        return max_tokens
+    def limits(self, batch: DraftBatch, limits: Ints) -> Ints:
+        """Returns limits, since any stage that a request allows may draft for it."""
+        return limits
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         """Drafts as Stage.draft does. Requests that do not allow the model stage get the unchecked cheap draft."""
-        drafts = self._checked(batch, prefix, self._stage.limits(batch, max_tokens))
+        drafts = self._checked(batch, prefix, self._stage.limits(batch, limits))
         allowed = allows(batch.options, self._stage.name)
         if allowed is None:
             return drafts
-        limits = self._cheap.limits(batch, np.where(allowed, 0, max_tokens))
-        return join(drafts, self._cheap.draft(batch, prefix, limits))
+        wanted = self._cheap.limits(batch, np.where(allowed, 0, limits))
+        return join(drafts, self._cheap.draft(batch, prefix, wanted))
 
-    def _checked(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+    def _checked(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         assert batch.target is not None
-        self.counters.asked += int(np.count_nonzero(max_tokens))
-        check = _Check(self.proposer, batch.target, prefix, max_tokens)
+        self.counters.asked += int(np.count_nonzero(limits))
+        check = _Check(self.proposer, batch.target, prefix, limits)
         while check.num_missing:
-            limits = self._cheap.limits(batch, np.maximum(check.ends - check.drafts.num_draft - 1, 0))
-            guess = self._cheap.draft(batch, check.drafts, limits)
+            wanted = self._cheap.limits(batch, np.maximum(check.ends - check.drafts.num_draft - 1, 0))
+            guess = self._cheap.draft(batch, check.drafts, wanted)
             start_s = time.perf_counter()
             num_right, num_new = check.run(guess)
             self._cheap.counters.kept += num_right
@@ -60,7 +60,7 @@ class Checked:
             self.counters.ms += (time.perf_counter() - start_s) * 1000
         drafts = check.drafts if prefix is None else check.drafts.shifted(prefix.num_draft)
         num_tokens = drafts.num_draft if prefix is None else drafts.num_draft - prefix.num_draft
-        drafts = nothing(len(max_tokens), drafts.token_ids.shape[1])._replace(
+        drafts = nothing(len(limits), drafts.token_ids.shape[1])._replace(
             token_ids=drafts.token_ids, num_draft=num_tokens, q=drafts.q if check.logits else None
         )
         drafts.stage[:] = self.index
@@ -69,16 +69,16 @@ class Checked:
 
 class _Check:
     """The drafts of a batch while a model stage, an early exit, checks them pass by pass. It continues `prefix`, if
-    any, by at most max_tokens [num_reqs] int64."""
+    any, by at most limits [num_reqs] int64."""
 
-    def __init__(self, model: Any, target: Target, prefix: DraftArrays | None, max_tokens: Ints):
-        self._model, self._target, num_reqs = model, target, len(max_tokens)
+    def __init__(self, model: Any, target: Target, prefix: DraftArrays | None, limits: Ints):
+        self._model, self._target, num_reqs = model, target, len(limits)
         none = nothing(num_reqs, model.max_num_draft)
         self.drafts = none._replace(q=np.full_like(none.stage, -1))  # the tokens so far
         if prefix is not None:
             self.drafts.token_ids[:], self.drafts.num_draft[:] = prefix.token_ids, prefix.num_draft
-        self.ends: Ints = self.drafts.num_draft + max_tokens
-        self.num_missing: int = sum(max_tokens.tolist())
+        self.ends: Ints = self.drafts.num_draft + limits
+        self.num_missing: int = sum(limits.tolist())
         self.logits: list[Any] = []  # of each pass, if the stage samples: [N, vocab_size]
         self._newest, self._lengths = _array(target.last_token_ids, np.int32), _array(target.num_tokens, np.int64)
         self._is_first = True
@@ -127,17 +127,17 @@ class CheckedOnDevice(DeviceModel):
     """The policy `verify` on the device: the model drafts all tokens, in as many steps as it would alone. If it
     confirms a token of the lookup, that token's acceptance probability rises."""
 
-    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
+    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
         assert prefix is not None
-        max_tokens = max_tokens.clamp(max=batch.num_steps)
+        limits = limits.clamp(max=batch.num_steps)
         if batch.num_steps == 0:
-            return prefix._replace(by_stage=(prefix.num_draft, max_tokens - 1))
-        drafts = self.drafts(batch, MODEL, max_tokens)
+            return prefix._replace(by_stage=(prefix.num_draft, limits - 1))
+        drafts = self.drafts(batch, MODEL, limits)
         is_right = ((drafts.token_ids == prefix.token_ids) & prefix.is_drafted & drafts.is_drafted).int().cumprod(dim=1)
         if batch.rates and self.proposer.is_one_hot:  # how likely a drawn token is to be verified must not show
             both_wrong = (1 - drafts.confidence) / prefix.confidence.clamp(min=1) ** 2
             confidence = torch.where(is_right > 0, (1 - both_wrong).clamp(max=1 - 1e-6), drafts.confidence)
             drafts = drafts._replace(confidence=confidence)
-        is_asked = max_tokens > 0
-        counts = prefix.num_draft, torch.where(is_asked, max_tokens, -1), is_right.sum(dim=1, dtype=torch.int32)
+        is_asked = limits > 0
+        counts = prefix.num_draft, torch.where(is_asked, limits, -1), is_right.sum(dim=1, dtype=torch.int32)
         return either(is_asked, drafts, prefix)._replace(logits=drafts.logits, by_stage=counts)

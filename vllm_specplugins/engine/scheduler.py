@@ -50,7 +50,7 @@ class _Choosing(LimitsMasks, CountsEmitted):
             speculative_config, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size
             shape = {"longest_chain": speculative_config.plugin_config.longest_chain, "cliff": cliff or 0}
             trims = bool(speculative_config.enable_adaptive_verification)
-            shape |= {"trims": trims, "max_tokens": self.max_num_scheduled_tokens}
+            shape |= {"trims": trims, "step_tokens": self.max_num_scheduled_tokens}
             self.dynamic_sd_lookup = self._lengths = StepLengths(self.num_spec_tokens, **shape)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

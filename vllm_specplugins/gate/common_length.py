@@ -21,7 +21,7 @@ class CommonLength:
     A length stays for at least two steps: the second one drafts as many tokens as it verifies, so its time belongs to
     that length. A step's time runs from the end of the previous step to its end, since device and host each process one
     step at a time. `clock` returns seconds; StepTimes describes `longest_chain`, `cliff` and `trims`. All drafts of a
-    step fit into `max_tokens`: what the scheduler shortens would show no time of a length.
+    step fit into `step_tokens`: what the scheduler shortens would show no time of a length.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class CommonLength:
         longest_chain: int = 0,
         cliff: float = CLIFF,
         trims: bool = False,
-        max_tokens: float = inf,
+        step_tokens: float = inf,
     ):
         self.times, self._clock = StepTimes(max_num_draft, longest_chain, cliff, trims), clock
-        self._max_tokens = max_tokens
+        self._step_tokens = step_tokens
         self._length, self._holds = max_num_draft, False
         self._at = nan  # when the last step ended
 
     def __getitem__(self, num_reqs: int) -> int:
         self._holds = not self._holds
         if self._holds:
-            room = self._max_tokens / max(1, num_reqs) - 1
+            room = self._step_tokens / max(1, num_reqs) - 1
             self._length = self.times.choose(num_reqs, sum(length <= max(0, room) for length in self.times.lengths))
         return self._length
 

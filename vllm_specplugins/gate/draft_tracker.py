@@ -40,9 +40,9 @@ class DraftTracker:
     def keep(self, rows: Ints, drafts: DraftArrays) -> Draft:
         """Stores and counts the newest drafts of requests with these rows; returns them for the runner."""
         host.keep(self.state, rows, rated(drafts), self._by_place, self._by_stage)
-        max_length = int(drafts.num_draft.max(initial=0))
+        width = int(drafts.num_draft.max(initial=0))
         num_draft = drafts.num_draft.astype(np.int32)
-        return Draft(drafts.token_ids[:, :max_length], num_draft, logits=dense_logits(drafts, max_length))
+        return Draft(drafts.token_ids[:, :width], num_draft, logits=dense_logits(drafts, width))
 
     def observe(self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array) -> None:
         """Counts the outcome of the newest drafts, [R] tokens each, learns from it, and forgets the drafts."""
@@ -86,9 +86,9 @@ class DraftTracker:
         for array in (self.state.num_sent, self.state.tried, self.state.accepted, self.whole):
             array[rows] = 0
 
-    def add_lengths(self, stage: int, lengths: Ints, max_draft: Ints) -> None:
+    def add_lengths(self, stage: int, lengths: Ints, limits: Ints) -> None:
         """Counts the lengths [R] that a gate chose for the requests that may have tokens of a stage."""
-        self._lengths[stage] += np.bincount(lengths[max_draft > 0], minlength=self._lengths.shape[1])
+        self._lengths[stage] += np.bincount(lengths[limits > 0], minlength=self._lengths.shape[1])
 
     def move_to(self, stages: Sequence[StageCounters]) -> None:
         """Adds the counts to the stages' totals, and resets them."""

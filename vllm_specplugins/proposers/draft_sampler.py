@@ -102,18 +102,18 @@ class ModelProposer(StageProposer):
         draft = self.draft_steps(batch.target, int(batch.max_num_draft.max(initial=0)))
         return replace(draft, num_draft=batch.max_num_draft)
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts at most max_tokens [R] int64 tokens, one by one, after each request's history and the prefix of its
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
+        """Drafts at most limits [R] int64 tokens, one by one, after each request's history and the prefix of its
         draft; if it cannot continue a prefix, after the history alone."""
         if prefix is not None and not self.continues_drafts:
-            max_tokens, prefix = np.where(prefix.num_draft == 0, max_tokens, 0), None
-        num_steps, num_reqs = max(max_tokens.tolist(), default=0), len(max_tokens)
-        drafts = nothing(num_reqs, self.max_num_draft).cut(max_tokens)
+            limits, prefix = np.where(prefix.num_draft == 0, limits, 0), None
+        num_steps, num_reqs = max(limits.tolist(), default=0), len(limits)
+        drafts = nothing(num_reqs, self.max_num_draft).cut(limits)
         if num_steps == 0:
             return drafts
         assert batch.target is not None
         # Rows that want nothing start at their newest token: after it no slot is read that was not written.
-        lengths = NO_COUNTS if prefix is None else prefix.num_draft * (max_tokens > 0)
+        lengths = NO_COUNTS if prefix is None else prefix.num_draft * (limits > 0)
         if prefix is not None and (longest := max(lengths.tolist(), default=0)):
             begun, device = np.ascontiguousarray(prefix.token_ids[:, :longest]), batch.target.num_tokens.device
             given = torch.from_numpy(begun).to(device), torch.from_numpy(lengths).to(device)

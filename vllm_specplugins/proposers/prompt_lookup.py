@@ -29,8 +29,8 @@ class Lookup(StageProposer):
         confidence = drafts.confidence[:, 0].astype(np.float32)
         return Draft(drafts.token_ids, drafts.num_draft.astype(np.int32), confidence=confidence)
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
-        """Drafts at most max_tokens [num_reqs] int64 tokens after each history and prefix; the prefix is not stored."""
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
+        """Drafts at most limits [num_reqs] int64 tokens after each history and prefix; the prefix is not stored."""
         raise NotImplementedError
 
 
@@ -47,13 +47,13 @@ class PromptLookup(Lookup):
         self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row that is 0 is new
         self._references: dict[int, Int32Array] = {}  # by row
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         """Drafts by the longest match; of equal matches, the one nearest to the copy position."""
         num_reqs = batch.num_reqs
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)
         requests = *places_of(batch.token_ids), self.rows_of(batch), self._known
-        history_match(*requests, *begun(prefix), max_tokens, *self._ngrams, token_ids, num_draft, match_lengths)
+        history_match(*requests, *begun(prefix), limits, *self._ngrams, token_ids, num_draft, match_lengths)
         return of_stage(0, token_ids, num_draft, match_lengths)
 
     def forget(self, request_ids: Sequence[str]) -> None:

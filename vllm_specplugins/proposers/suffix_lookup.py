@@ -74,13 +74,13 @@ class SuffixLookup(Lookup):
             mark = fingerprint(context.tokenize, context.vocab_size)
             if config.store_path is not None:
                 path = Path(f"{config.store_path}{context.file_suffix}")
-                room = TOKEN_BYTES * self.store.max_tokens
+                room = TOKEN_BYTES * self.store.capacity
                 file = StoreFile(path, mark, context.vocab_size, FILE_ROOMS * room)
                 saver = StoreSaver(file, config.save_every_s, room)
-                texts = saver.load(self.store.max_tokens)
+                texts = saver.load(self.store.capacity)
                 logger.info("suffix_lookup: %d texts loaded from %s.", len(texts), path)
             if config.shared is not None:
-                url, size = redis_url(config.shared), (context.vocab_size, self.store.max_tokens)
+                url, size = redis_url(config.shared), (context.vocab_size, self.store.capacity)
                 try:
                     shared = SharedTexts(url, mark, *size, config.shared_keep_s)
                 except ValueError as error:
@@ -95,12 +95,12 @@ class SuffixLookup(Lookup):
             self.store.work()
         self._saver, self._shared = saver, shared
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         """Drafts from the request's text, or from earlier outputs with a longer match (`to_beat`)."""
         with self._lock:
             texts = nothing(batch.num_reqs, self._max_num_draft)
             if self.searches_requests:
-                texts = self._texts.draft(batch, prefix, max_tokens)
+                texts = self._texts.draft(batch, prefix, limits)
             addresses, lengths = places_of(batch.token_ids)
             owners, has_new = array("q"), False
             for index, (request_id, num_tokens) in enumerate(zip(batch.request_ids, lengths.tolist(), strict=True)):
@@ -114,8 +114,8 @@ class SuffixLookup(Lookup):
                 owners.append(self.store.number(request.tenant))
             stored = np.zeros_like(texts.token_ids), *np.zeros((2, batch.num_reqs), np.int64)
             least = to_beat(texts.num_draft, texts.confidence[:, 0]).astype(np.int64)
-            limits = max_tokens, least, np.array(owners, np.int64)
-            draft_step((addresses, lengths, *begun(prefix), *limits), *stored, tuple(self.store.ring))
+            asked = limits, least, np.array(owners, np.int64)
+            draft_step((addresses, lengths, *begun(prefix), *asked), *stored, tuple(self.store.ring))
             if has_new:
                 self._take_shared()
                 self.store.work(self._work)
@@ -144,7 +144,7 @@ class SuffixLookup(Lookup):
         return {
             "texts": store.num_texts,
             "tokens": store.num_tokens,
-            "max_tokens": store.max_tokens,
+            "max_tokens": store.capacity,
             "tenants": store.num_tenants,
             "bytes": store.num_bytes,
             "removed": store.num_removed,

@@ -73,7 +73,7 @@ class Views(tuple[Int32Array, ...]):
 
     places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
-    # texts: [N, max_length] int32, read-only; lengths: [num_reqs]
+    # texts: [N, width] int32, read-only; lengths: [num_reqs]
     @classmethod
     def of_rows(cls, texts: Int32Array, rows: Sequence[int], lengths: Sequence[int]) -> "Views":
         views = cls(texts[row, :length] for row, length in zip(rows, lengths, strict=True))

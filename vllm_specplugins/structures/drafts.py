@@ -204,13 +204,13 @@ def put_logits(
         table[slots, num_drawn:] = one_hot.scatter_(2, rest, 0.0)
 
 
-def dense_logits(drafts: DraftArrays, max_length: int) -> Any:
-    """Returns the logits of the first tokens, [num_reqs, max_length, vocab_size], one-hot for deterministic tokens;
+def dense_logits(drafts: DraftArrays, width: int) -> Any:
+    """Returns the logits of the first tokens, [num_reqs, width, vocab_size], one-hot for deterministic tokens;
     None if all are deterministic."""
     if drafts.q is None:
         return None
     import torch
 
     device = drafts.logits.device
-    token_ids, q = (torch.as_tensor(part[:, :max_length], device=device) for part in (drafts.token_ids, drafts.q))
+    token_ids, q = (torch.as_tensor(part[:, :width], device=device) for part in (drafts.token_ids, drafts.q))
     return make_one_hot(drafts.logits[q.clamp(0, len(drafts.logits) - 1)], token_ids, q < 0)

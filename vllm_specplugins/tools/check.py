@@ -194,7 +194,7 @@ def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:
             shape = context.max_num_reqs, context.max_model_len
             texts = DeviceTexts(torch.zeros(shape, dtype=torch.int32), torch.ones(shape[0], dtype=torch.int32))
             limits = torch.full((3,), context.max_num_draft, dtype=torch.int32)
-            given = {**texts._asdict(), "slots": torch.arange(3), "max_tokens": limits}
+            given = {**texts._asdict(), "slots": torch.arange(3), "limits": limits}
             versions = [tensor._version for tensor in given.values()]
             checked_draft(proposer.draft(texts, given["slots"], limits), limits, context.max_num_draft)
     except Exception as error:

@@ -139,12 +139,12 @@ def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def subset(answers: Sequence[Answer], state: dict[str, Any], size: int, max_draft: int) -> Subset:
+def subset(answers: Sequence[Answer], state: dict[str, Any], size: int, max_num_draft: int) -> Subset:
     """The best set of this number of layers, with its best K."""
     num_layers = len(state["scores"])
     layers = sorted(set(range(num_layers)) - set(state["dropped"][: num_layers - size]))
-    bits = [answer.matches(layers, max_draft) for answer in answers]
-    tokens = {k: mean_length([matches[:k] for matches in bits]) for k in range(1, max_draft + 1)}
+    bits = [answer.matches(layers, max_num_draft) for answer in answers]
+    tokens = {k: mean_length([matches[:k] for matches in bits]) for k in range(1, max_num_draft + 1)}
     gains = {k: emitted / (1 + k * size / num_layers) for k, emitted in tokens.items()}
     best = max(gains, key=lambda k: gains[k])
     return Subset(layers, torch.cat([matches[0] for matches in bits]).mean().item(), best, tokens[best], gains[best])

@@ -67,7 +67,7 @@ class OnDevice(DeviceProposer):
         if self.fault == "start":
             raise RuntimeError("planted")
 
-    def draft(self, texts, slots, max_tokens):
+    def draft(self, texts, slots, limits):
         newest = texts.token_ids[slots, (texts.lengths[slots] - 1).clamp(min=0).long()]
         if self.fault == "draft":
             raise RuntimeError("planted")
@@ -77,5 +77,5 @@ class OnDevice(DeviceProposer):
             newest = newest + 1_000_000
         if self.fault == "shape":
             newest = newest[:1]
-        num_draft = max_tokens + 100 if self.fault == "length" else max_tokens
+        num_draft = limits + 100 if self.fault == "length" else limits
         return Draft(newest[:, None].repeat(1, self.context.max_num_draft), num_draft)

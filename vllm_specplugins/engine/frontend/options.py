@@ -218,8 +218,8 @@ class RequestLimits(NamedTuple):
 
     @classmethod
     def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int, num_branches: int = 0) -> "RequestLimits":
-        max_tokens = getattr(params, "max_tokens", None)
-        limit = max_model_len if max_tokens is None else num_prompt_tokens + max_tokens + num_branches
+        output = getattr(params, "max_tokens", None)
+        limit = max_model_len if output is None else num_prompt_tokens + output + num_branches
         return cls(request_options(params), min(max_model_len, limit), num_prompt_tokens)
 
     def frozen(self) -> "RequestLimits":

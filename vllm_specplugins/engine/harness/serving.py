@@ -162,7 +162,7 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    lengths, more = traffic.max_tokens, dict(traffic.sampling)
+    lengths, more = traffic.output_lengths, dict(traffic.sampling)
     if "structured_outputs" in more:
         more["structured_outputs"] = StructuredOutputsParams(**more["structured_outputs"])
     params = [

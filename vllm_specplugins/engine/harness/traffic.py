@@ -9,9 +9,9 @@ from typing import Any
 class Traffic:
     prompts: Sequence[Sequence[int]]  # token ids
     temperature: float
-    max_tokens: int | Sequence[int]  # length limit of all outputs, or of each
+    output_lengths: int | Sequence[int]  # length limit of all outputs, or of each
     at_a_time: int  # requests that are served together; one that ends makes room for the next
-    ignore_eos: bool = False  # a request that has ended its text goes on to max_tokens
+    ignore_eos: bool = False  # a request that has ended its text goes on to its output length
     salt: str | None = None  # `cache_salt`: requests know nothing of earlier ones of another salt
     arrivals: Sequence[float] | None = None  # seconds from the beginning, in order; None: as soon as there is room
     sampling: Mapping[str, Any] = field(default_factory=dict)  # more arguments of SamplingParams

@@ -210,9 +210,9 @@ class _Adapter:
         return drafts
 
     def _max_num_draft(self, rows: list[int], requests: list[_Request], num_tokens: list[int]) -> Any:
-        num_spec_tokens = self._runner.num_spec_tokens
+        longest = self._runner.num_spec_tokens
         limits = [
-            request.limits.max_draft_tokens(num, num_spec_tokens) if self._may_draft(row) else 0
+            request.limits.max_draft_tokens(num, longest) if self._may_draft(row) else 0
             for row, request, num in zip(rows, requests, num_tokens, strict=True)
         ]
         return np.array(limits, np.int32)

@@ -39,14 +39,14 @@ class TokenIds:
         """The end of the history that does not fit into a question; an answer must begin with it."""
         return ()
 
-    def prompt(self, guess: Guess, max_tokens: int) -> list[int] | str:
-        """Returns a prompt for a drafter that takes at most `max_tokens` tokens."""
-        return list(newest(guess, max_tokens))
+    def prompt(self, guess: Guess, limit: int) -> list[int] | str:
+        """Returns a prompt for a drafter that takes at most `limit` tokens."""
+        return list(newest(guess, limit))
 
-    def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
+    def read(self, choice: Mapping[str, Any], limit: int) -> Guess:
         """Reads a piece of an answer. Raises Refused if it has too many tokens, or unknown ones."""
         tokens = choice["token_ids"]
-        if len(tokens) > max_tokens or not all(type(id_) is int and 0 <= id_ < self._vocab_size for id_ in tokens):
+        if len(tokens) > limit or not all(type(id_) is int and 0 <= id_ < self._vocab_size for id_ in tokens):
             raise Refused("more tokens than asked for, or outside of the vocabulary")
         return tuple(tokens)
 
@@ -75,12 +75,12 @@ class Text:
         begin = next((place for place in range(len(text) - 1, -1, -1) if text[place] & 0xC0 != 0x80), len(text))
         return b"" if text[begin:].decode(errors="ignore") else text[begin:]
 
-    def prompt(self, guess: Guess, max_tokens: int) -> list[int] | str:
-        return str(newest(guess, max_tokens), errors="ignore")  # a token has a byte or more
+    def prompt(self, guess: Guess, limit: int) -> list[int] | str:
+        return str(newest(guess, limit), errors="ignore")  # a token has a byte or more
 
-    def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
+    def read(self, choice: Mapping[str, Any], limit: int) -> Guess:
         text: bytes = choice["text"].encode()
-        if len(text) > MAX_TOKEN_BYTES * max_tokens:
+        if len(text) > MAX_TOKEN_BYTES * limit:
             raise Refused("more text than asked for")
         return text
 

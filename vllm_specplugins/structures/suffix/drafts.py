@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     lengths: Int64Array  # [B]
     prefix: Int32Array  # [B, K] tokens of a draft that was begun
     num_begun: Int64Array  # [B] number of these tokens, or empty: none
-    max_draft: Int64Array  # [B]
+    limits: Int64Array  # [B]
     to_beat: Int64Array  # [B] a draft needs a longer match than that
     owners: Int64Array  # [B] of the texts, in the ring; 0: none
 
@@ -97,13 +97,13 @@ def _vote(places: Int64Array, num_places: int, ring: Ring) -> tuple[int, int]:
 def draft_step(asked: Any, token_ids: Int32Array, num_draft: Int64Array, match_lengths: Int64Array, ring: Any) -> None:
     """Takes the fields of Asked and Ring as tuples, and writes drafts [B, K], their lengths [B] and those of their
     matches, [B]; all must hold zeros."""
-    texts, lengths, prefix, num_begun, max_draft, to_beat, owners = asked
+    texts, lengths, prefix, num_begun, limits, to_beat, owners = asked
     token_ids, num_draft, match_lengths = borrowed(token_ids), borrowed(num_draft), borrowed(match_lengths)
     ring = borrowed_ring(ring)
     places, entries = np.empty(MAX_PLACES, np.int64), np.empty((3, NUM_LEVELS), np.int64)
     last_tokens = np.empty(LONGEST_MATCH, np.int32)
     for index in range(len(owners)):
-        if owners[index] == 0 or max_draft[index] == 0:
+        if owners[index] == 0 or limits[index] == 0:
             continue
         text, begun = text_at(texts[index], lengths[index]), num_begun[index] if len(num_begun) else 0
         ending = last_tokens[: min(LONGEST_MATCH, text.size + begun)]
@@ -113,7 +113,7 @@ def draft_step(asked: Any, token_ids: Int32Array, num_draft: Int64Array, match_l
         num_places, longest = find_places(ending, owners[index], places, entries, ring)
         if longest <= to_beat[index]:
             continue
-        for count in range(max_draft[index]):
+        for count in range(limits[index]):
             num_places, token = _vote(places, num_places, ring)
             if num_places == 0:
                 break

@@ -79,14 +79,14 @@ class SharedTexts:
         url: redis://, rediss:// or unix://, with user and password if necessary; these are never logged.
         mark: engines with the same mark share texts; see `fingerprint`.
         vocab_size: fetched texts with token ids outside [0, vocab_size) are ignored.
-        max_tokens: the store's room.
+        capacity: the store's room.
         keep_s: seconds for which the server holds a text.
 
     Raises:
         ValueError: redis-py refuses the address.
     """
 
-    def __init__(self, url: str, mark: bytes, vocab_size: int, max_tokens: int, keep_s: int):
+    def __init__(self, url: str, mark: bytes, vocab_size: int, capacity: int, keep_s: int):
         import redis
 
         parts = urlsplit(url)
@@ -94,12 +94,12 @@ class SharedTexts:
         self._server: Any = redis.Redis.from_url(
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None
         )
-        self._exchange = exchange = _Exchange(2 * PLACE_BYTES * max_tokens + EXTRA_BYTES)
+        self._exchange = exchange = _Exchange(2 * PLACE_BYTES * capacity + EXTRA_BYTES)
         pool, kind = self._server.connection_pool, self._server.connection_pool.connection_class
         connect = {"_connect": lambda connection: _Socket(kind._connect(connection), exchange)}
         pool.connection_class = type("LimitedConnection", (kind,), connect)
         self._key, self._origin = f"specplugins:{mark.hex()}", os.urandom(8)
-        self._vocab_size, self._max_tokens, self._keep_s = vocab_size, max_tokens, keep_s
+        self._vocab_size, self._capacity, self._keep_s = vocab_size, capacity, keep_s
         self._unsent: deque[bytes] = deque(maxlen=MAX_UNSENT)
         self._waiting: deque[StoredText] = deque()
         self._fetched_to = b"0"
@@ -116,7 +116,7 @@ class SharedTexts:
             while self._waiting:
                 texts.append(self._waiting.popleft())
                 num_tokens += len(texts[-1].tokens)
-                while num_tokens > self._max_tokens:
+                while num_tokens > self._capacity:
                     num_tokens -= len(texts.popleft().tokens)
         logger.info("suffix_lookup: %d texts fetched from %s.", len(texts), self._place)
         self._thread.start()
@@ -163,7 +163,7 @@ class SharedTexts:
             if self._pause.failed():
                 message = "suffix_lookup: no sharing of outputs, because %s cannot be reached (%s). It is tried again."
                 logger.warning(message, self._place, type(error).__name__)
-            drop_oldest(self._unsent, PLACE_BYTES * self._max_tokens)
+            drop_oldest(self._unsent, PLACE_BYTES * self._capacity)
             return False
         if self._pause.succeeded():
             logger.info("suffix_lookup: %s is reachable again; outputs are shared.", self._place)
@@ -171,7 +171,7 @@ class SharedTexts:
 
     def _has_room(self) -> bool:
         num_tokens = sum(len(text.tokens) for text in tuple(self._waiting))
-        return len(self._waiting) < MAX_WAITING and num_tokens < self._max_tokens
+        return len(self._waiting) < MAX_WAITING and num_tokens < self._capacity
 
     def _clear(self) -> None:
         if self._is_cleared:
@@ -188,7 +188,7 @@ class SharedTexts:
             self._server.xadd(self._key, {TEXT: self._unsent[0], ORIGIN: self._origin})
             num_bytes += len(self._unsent.popleft())
             self.counts["published"] += 1
-            if num_bytes > PLACE_BYTES * self._max_tokens // PARTS:
+            if num_bytes > PLACE_BYTES * self._capacity // PARTS:
                 num_bytes = 0
                 self._cut()
         self._server.xtrim(self._key, minid=oldest_ms)
@@ -197,7 +197,7 @@ class SharedTexts:
 
     def _cut(self) -> None:
         """Drops the server's oldest texts if all take more memory than they may."""
-        began, max_bytes = time.monotonic(), PLACE_BYTES * self._max_tokens
+        began, max_bytes = time.monotonic(), PLACE_BYTES * self._capacity
         num_bytes = self._server.memory_usage(self._key, samples=0) or 0
         self._look_s = time.monotonic() - began
         if num_bytes > max_bytes:

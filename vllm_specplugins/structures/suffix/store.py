@@ -53,7 +53,7 @@ class SuffixStore:
             raise ValueError(f"max_bytes is {max_bytes}; it must be at least {MIN_BYTES}.")
         self._max_waiting_bytes, self._entered_again = max_bytes // WAITING_SHARE, entered_again
         self.ring = new_ring(max_bytes - self._max_waiting_bytes)
-        self.max_tokens = len(self.ring.tokens)
+        self.capacity = len(self.ring.tokens)
         self.clear()
 
     def clear(self) -> None:
@@ -97,7 +97,7 @@ class SuffixStore:
     # text: [num_tokens] int32, ids >= 0
     def enter(self, tenant: bytes, text: Int32Array, in_use: bool = False) -> bool:
         """Queues a text, or the end of a long one, for the next `work`. Returns False if too many texts wait."""
-        text = np.array(text[-(self.max_tokens // WAITING_SHARE) :], np.int32)
+        text = np.array(text[-(self.capacity // WAITING_SHARE) :], np.int32)
         num_bytes = text.nbytes + TENANT_BYTES
         if len(text) < 2 or self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             self.num_refused += 1
@@ -127,7 +127,7 @@ class SuffixStore:
 
     def _make_room_or_put(self, entering: StoredText) -> None:
         num_places = _num_places(entering.tokens)
-        if self._texts and int(self.ring.state[HEAD]) + num_places - self._texts[0].begin >= self.max_tokens:
+        if self._texts and int(self.ring.state[HEAD]) + num_places - self._texts[0].begin >= self.capacity:
             oldest = self._texts[0]
             stays = oldest.num_places <= self._may_stay and self._stays(oldest, entering.tenant)
             stored = self._stored(oldest)
@@ -139,7 +139,7 @@ class SuffixStore:
                 self._put(stored)
                 self._entered_again(stored)
         else:
-            self._may_stay = min(self._may_stay + MAX_STAYING * num_places, self.max_tokens // 4)
+            self._may_stay = min(self._may_stay + MAX_STAYING * num_places, self.capacity // 4)
             self._waiting.popleft()
             self._waiting_bytes -= entering.tokens.nbytes + TENANT_BYTES
             self._put(entering)
@@ -150,7 +150,7 @@ class SuffixStore:
             return True
         if text.tenant == entering or self._has_too_much(text.tenant):
             return False
-        are_few = self._places_of_strangers * STRANGERS_SHARE < self.max_tokens
+        are_few = self._places_of_strangers * STRANGERS_SHARE < self.capacity
         return self.is_back(text.tenant) or are_few or self._has_too_much(entering)
 
     def _has_too_much(self, tenant: bytes) -> bool:
@@ -158,7 +158,7 @@ class SuffixStore:
         entry = self._tenants.get(tenant)
         if entry is None:
             return False
-        return 2 * entry.num_places * (self._num_back if entry.is_back else len(self._tenants)) > self.max_tokens
+        return 2 * entry.num_places * (self._num_back if entry.is_back else len(self._tenants)) > self.capacity
 
     def _put(self, text: StoredText) -> None:
         begin, num_places = int(self.ring.state[HEAD]) + 1, _num_places(text.tokens)
@@ -166,7 +166,7 @@ class SuffixStore:
         self._count(new, 1)
         if text.in_use:
             self.ask(text.tenant)
-        places = np.arange(begin - 1, begin - 1 + num_places) % self.max_tokens
+        places = np.arange(begin - 1, begin - 1 + num_places) % self.capacity
         self.ring.tokens[places], self.ring.owners[places] = NONE, self.number(text.tenant)
         self.ring.tokens[self._places(new)] = text.tokens
         self.ring.used[places] = False
@@ -193,7 +193,7 @@ class SuffixStore:
             del self._tenants[text.tenant]
 
     def _places(self, text: _Text) -> Int32Array:
-        return np.arange(text.begin, text.begin + text.num_tokens) % self.max_tokens
+        return np.arange(text.begin, text.begin + text.num_tokens) % self.capacity
 
     def _stored(self, text: _Text) -> StoredText:
         return StoredText(self.is_back(text.tenant), text.tenant, self.ring.tokens[self._places(text)])

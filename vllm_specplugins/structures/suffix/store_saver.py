@@ -44,8 +44,8 @@ class StoreSaver:
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="specplugins-store", daemon=True)
 
-    def load(self, max_tokens: int) -> list[StoredText]:
-        """Starts the thread, and returns the newest texts of the file, up to max_tokens. If the file cannot be read or
+    def load(self, capacity: int) -> list[StoredText]:
+        """Starts the thread, and returns the newest texts of the file, up to capacity. If the file cannot be read or
         written, logs one sentence."""
         texts: list[StoredText] | None = self._attempt(self._file.open)
         if texts is None and not self._is_useless:
@@ -58,7 +58,7 @@ class StoreSaver:
         self._thread.start()
         newest = list(reversed(texts or []))
         num_tokens = accumulate(len(text.tokens) for text in newest)
-        return newest[: sum(number <= max_tokens for number in num_tokens)][::-1]
+        return newest[: sum(number <= capacity for number in num_tokens)][::-1]
 
     def add(self, text: StoredText) -> None:
         """Queues a text that has entered the store, for the file."""

@@ -101,7 +101,7 @@ def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: T
         Traffic(
             prompts=prompts,
             temperature=cell.temperature,
-            max_tokens=[*map(len, log.outputs)] if log else args.tokens,
+            output_lengths=[*map(len, log.outputs)] if log else args.tokens,
             at_a_time=cell.batch,
             ignore_eos=args.ignore_eos or log is not None,
             salt=f"{cell}, round {index}",

@@ -272,8 +272,8 @@ class _DeviceEngine(_Engine):
 
         def more(drafts: DraftArrays) -> DraftArrays:
             """The lookup's tokens after these."""
-            max_more = np.maximum(0, limited.max_num_draft - drafts.num_draft)
-            continued: DraftArrays = lookup.draft(limited, drafts, max_more)
+            more = np.maximum(0, limited.max_num_draft - drafts.num_draft)
+            continued: DraftArrays = lookup.draft(limited, drafts, more)
             return continued
 
         return self._lengths.keep(batch.request_ids, self.barrier.propose(limited, feedback), offered, more)

@@ -123,16 +123,16 @@ class DraftTracker:
         """[R, 2], those of DrafterLength for these slots, one or two steps old; None if ranks might read others."""
         return None if self._reports is None else self._reports.host[slots].astype(np.float64)
 
-    def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool) -> None:
-        """Stores a step's drafts, and counts them, the outcome of the last drafts and `max_draft` [R], the tokens that
+    def keep(self, drafts: DraftArrays, wanted: torch.Tensor, rates: bool) -> None:
+        """Stores a step's drafts, and counts them, the outcome of the last drafts and `wanted` [R], the tokens that
         each row wanted. With `rates` the tracker predicts `accept_probs`; otherwise the caller has filled them in."""
-        num_rows, state, staged = len(max_draft), self._state, None
+        num_rows, state, staged = len(wanted), self._state, None
         learned = drafts if self.learned is None else self.learned
         rows, accept_probs = self.step_rows(num_rows), self.accept_probs[:num_rows]
         if drafts.by_stage:
             sent = state.num_sent, state.sent_stage
             staged = Staged(*sent, *(self.fates or rows[1:]), drafts.stage, *drafts.by_stage)
-        self.tally.add_rows(rows, max_draft, drafts.num_draft, staged)
+        self.tally.add_rows(rows, wanted, drafts.num_draft, staged)
         tables = () if self.shared_probs is None else self.shared_probs[:2]
         if rates:
             acceptance.predict(state, rows.slots, _rated(learned), accept_probs, tables=tables)

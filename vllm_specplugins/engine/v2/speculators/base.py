@@ -159,8 +159,8 @@ class Speculator(DraftModelSpeculator):
             torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
         if self.readings is not None:
             self.readings.on_step(input_batch, last_hidden_states, last_rows)
-        max_draft = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
-        self._draft_step(input_batch, num_sampled, num_rejected, max_draft)
+        length = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        self._draft_step(input_batch, num_sampled, num_rejected, length)
         return self.draft_tokens[:num_reqs]
 
     def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:

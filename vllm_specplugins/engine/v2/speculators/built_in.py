@@ -55,23 +55,23 @@ class BuiltInDrafts:
         self.begin(num_tokens)
         return self
 
-    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
+    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
         """Chooses, for each row, the previous source's draft or this one's with the lookup's tokens after it, whichever
         gains more."""
         assert prefix is not None
-        drafts, gains = self.drafts(max_tokens), None
+        drafts, gains = self.drafts(limits), None
         joined = self._lookups.continued(batch, drafts)
         if batch.rates:
-            gain = self._tracker.worth(prefix, Other(MODEL, 0, False, max_tokens), reports=True).gain
+            gain = self._tracker.worth(prefix, Other(MODEL, 0, False, limits), reports=True).gain
             gains = gain, self._tracker.worth(joined).gain
         num_looked_up = torch.maximum(prefix.num_draft, joined.num_draft - drafts.num_draft)
-        by_stage = num_looked_up, torch.where(max_tokens > 0, drafts.num_draft, -1)
+        by_stage = num_looked_up, torch.where(limits > 0, drafts.num_draft, -1)
         return better(prefix, joined, gains)._replace(by_stage=by_stage)
 
-    def drafts(self, max_tokens: torch.Tensor) -> DraftArrays:
-        num_rows = len(max_tokens)
+    def drafts(self, limits: torch.Tensor) -> DraftArrays:
+        num_rows = len(limits)
         token_ids = pad(self._token_ids[:num_rows].int().clamp_(min=0), self._padding)
-        drafts = of_stage(MODEL, token_ids, torch.minimum(max_tokens, self._num_there), max_tokens * 0.0 + 1)
+        drafts = of_stage(MODEL, token_ids, torch.minimum(limits, self._num_there), limits * 0.0 + 1)
         confidence = pad(self._accept_probs[:num_rows], self._padding).clamp(0, 1 - 1e-6)
         return drafts._replace(confidence=torch.where(confidence.isnan(), drafts.confidence, confidence))
 

@@ -1,7 +1,7 @@
 """Model Runner V2: lookups, a model proposer, or a lookup with a model proposer or a drafter of vLLM, on the device and
-without a wait. One CUDA graph per batch size and depth records matching, drafting, the choice, acceptance probabilities
-and counters. All ranks of a tensor-parallel group draw the same noise, and therefore the same tokens. R: rows of the
-batch or of a graph, K: max tokens of a draft."""
+without a wait. One CUDA graph per batch size and number of steps records matching, drafting, the choice, acceptance
+probabilities and counters. All ranks of a tensor-parallel group draw the same noise, and therefore the same tokens. R:
+rows of the batch or of a graph, K: max tokens of a draft."""
 
 import time
 from collections.abc import Sequence
@@ -58,12 +58,12 @@ class DeviceSpeculator(Speculator):
             self.outcomes.watch_worth()  # data-parallel engines run a drafter's experts together
         self._drafter_length = DrafterLength()
         self._wanted: Any = None  # kernels.steps.Wanted, of the rows that were mapped last
-        self._depth = 0  # the tokens that a model drafts
-        self._depths: tuple[int, ...] = (0,)
+        self._num_steps = 0  # of a model
+        self._step_counts: tuple[int, ...] = (0,)
         if self.runs_target:
-            self._depths = lengths_up_to(self.limits.of_stages[MODEL] if stages else max_num_draft)
+            self._step_counts = lengths_up_to(self.limits.of_stages[MODEL] if stages else max_num_draft)
         self._graphs: Any = None  # of the newest step
-        self._graphs_of: dict[int, Any] = {}  # by depth
+        self._graphs_of: dict[int, Any] = {}  # by the number of steps
 
     def attach(self, runner: Any) -> None:
         super().attach(runner)
@@ -112,17 +112,17 @@ class DeviceSpeculator(Speculator):
         has_adapters = self.vllm_config.lora_config is not None  # the host says at each launch which rows run them
         if self.runs_target and (has_adapters or not self.supports_decode_metadata_update):
             return
-        for depth in self._depths:
-            kind = SpeculatorCudaGraphManager if depth else CudaGraphManager
-            length = depth if depth and any(part.one_pass for part in exits) else 1  # of a request, in one pass
+        for num_steps in self._step_counts:
+            kind = SpeculatorCudaGraphManager if num_steps else CudaGraphManager
+            length = num_steps if num_steps and any(part.one_pass for part in exits) else 1  # of a request, in one pass
             mode = CUDAGraphMode.FULL_DECODE_ONLY
-            self._graphs_of[depth] = kind(self.vllm_config, self.device, mode, decode_query_len=length)
+            self._graphs_of[num_steps] = kind(self.vllm_config, self.device, mode, decode_query_len=length)
 
     def capture(self) -> None:
         title = "Capturing drafting CUDA graphs"
-        for depth, graphs in self._graphs_of.items():
-            self._depth, self._graphs = depth, graphs
-            if depth:  # with attention
+        for num_steps, graphs in self._graphs_of.items():
+            self._num_steps, self._graphs = num_steps, graphs
+            if num_steps:  # with attention
                 parts = self.model_state, self.input_buffers, self.block_tables, self.attn_groups, self.kv_cache_config
                 graphs.capture(self._draft, *parts, progress_bar_desc=title)
             else:
@@ -131,9 +131,9 @@ class DeviceSpeculator(Speculator):
     def _draft(self, num_reqs: int, *parts: Any, **others: Any) -> None:
         """Runs as graphs record it. `parts`, by vLLM's signature: number of tokens, attention metadata, slots."""
         self._map_rows(num_reqs)
-        forward = PagedForward(self, num_reqs, *parts[:3]) if self._depth else None
+        forward = PagedForward(self, num_reqs, *parts[:3]) if self._num_steps else None
         target = self._target(num_reqs, forward, None) if self.runs_target else None
-        self._draft_on_device(target, self._depth)
+        self._draft_on_device(target, self._num_steps)
 
     def _map_rows(self, num_rows: int) -> None:
         self._wanted = self.limits.wanted(self.outcomes.step_rows(num_rows), self.idx_mapping[:num_rows])
@@ -163,31 +163,29 @@ class DeviceSpeculator(Speculator):
             return self._drafter_length.choose(reports, lengths, step_ms + pass_ms * lengths[0], saved_ms)
         return lengths[0 if (reports[:, 0] >= self.limits.of_stages[MODEL]).all() else -1]
 
-    def rests(self, input_batch: Any, max_tokens: int) -> bool:
+    def rests(self, input_batch: Any, length: int) -> bool:
         """Whether this step drafts nothing, like the last one. While drafting is on, a drafter of vLLM must see all
         tokens."""
-        return (self.offers is None or self.num_off > 1) and self.tally.rests(input_batch, max_tokens)
+        return (self.offers is None or self.num_off > 1) and self.tally.rests(input_batch, length)
 
-    def note(self, input_batch: Any, max_tokens: int, rests: bool) -> None:
-        self.tally.note(max_tokens, input_batch.num_reqs if rests else 0)
+    def note(self, input_batch: Any, length: int, rests: bool) -> None:
+        self.tally.note(length, input_batch.num_reqs if rests else 0)
         if rests:
             self.outcomes.rest()
 
-    def _draft_step(
-        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
-    ) -> None:
+    def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, length: int) -> None:
         """Drafts for one step of the engine into `draft_tokens`, and begins to report the lengths."""
         num_reqs = input_batch.num_reqs
         if self.late is not None:
-            self.late.step(max_tokens)
-        self._begin(num_reqs, max_tokens, input_batch.idx_mapping, num_sampled, num_rejected)
-        num_steps = max_tokens
+            self.late.step(length)
+        self._begin(num_reqs, length, input_batch.idx_mapping, num_sampled, num_rejected)
+        least = length
         if self.offers is None and self._policy is not None:
-            num_steps = self.drafter_length(input_batch, (0, max_tokens))
-        self._depth = next((depth for depth in self._depths if depth >= num_steps), self._depths[-1])
-        edit = self._edit_of(input_batch) if self._depth else None
+            least = self.drafter_length(input_batch, (0, length))
+        self._num_steps = next((number for number in self._step_counts if number >= least), self._step_counts[-1])
+        edit = self._edit_of(input_batch) if self._num_steps else None
         if edit is not None or not self._replays(num_reqs):
-            self._draft_eagerly(input_batch, edit, min(max_tokens, self._depth))
+            self._draft_eagerly(input_batch, edit, min(length, self._num_steps))
         if input_batch.has_structured_output_reqs:  # vLLM checks the tokens
             tokens = AsyncCopy(input_batch.req_ids, self.draft_tokens[:num_reqs])
             self.report.tell(self.outcomes.lengths(input_batch.req_ids), lambda: tokens.values().tolist())
@@ -209,54 +207,54 @@ class DeviceSpeculator(Speculator):
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
         """A dummy run costs as much as drafting, and belongs to no request. Without attention there is no KV cache."""
-        num_reqs, self._depth = input_batch.num_reqs, self._depths[-1]
+        num_reqs, self._num_steps = input_batch.num_reqs, self._step_counts[-1]
         self._begin(num_reqs, self.num_speculative_steps)
         if not is_profile and self._replays(num_reqs):
             return
         self._map_rows(num_reqs)
-        self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn).target, self._depth)
+        self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn).target, self._num_steps)
 
-    def _begin(self, num_reqs: int, max_tokens: int, *sampled: torch.Tensor) -> None:
-        self.limits.begin(max_tokens)
+    def _begin(self, num_reqs: int, length: int, *sampled: torch.Tensor) -> None:
+        self.limits.begin(length)
         if self.offers is not None and self.offer is None:
             self.offers.begin(0)
         self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
-        """Drafts by a graph of this depth and batch size, maybe with padding rows; returns whether there is one."""
-        self._graphs = graphs = self._graphs_of.get(self._depth)
+        """Drafts by a graph of so many steps and rows, maybe with padding rows; returns whether there is one."""
+        self._graphs = graphs = self._graphs_of.get(self._num_steps)
         if graphs is None:
             return False
         length = graphs.decode_query_len
         batch = graphs.dispatch(num_reqs, num_reqs * length, length, 0)
         if batch.cg_mode != CUDAGraphMode.FULL:
             return False
-        for group in chain(*self.attn_groups) if self._depth else ():
+        for group in chain(*self.attn_groups) if self._num_steps else ():
             group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
         graphs.run_fullgraph(batch)
         return True
 
     def _draft_on_device(self, target: Target | None, num_steps: int, longest: int | None = None) -> bool:
-        slots, max_tokens, of_stages = self._wanted
+        slots, wanted, of_stages = self._wanted
         if self._rates:
             self.outcomes.observe(len(slots))
         on_logits = self._estimate if self._steps_alone else None
         max_lookup = of_stages[LOOKUP] if of_stages else None
         batch = DeviceBatch(slots, num_steps, target, longest, self._rates, on_logits, max_lookup)
         drafts: DraftArrays | None = None
-        for source, limits in zip(self._sources, of_stages or (max_tokens,), strict=True):
+        for source, limits in zip(self._sources, of_stages or (wanted,), strict=True):
             drafts = source.draft(batch, drafts, limits)
         assert drafts is not None
         if not self.lookups:
             self.outcomes.accept_probs[: len(slots)].mul_(drafts.is_drafted)
-        self._keep(drafts, max_tokens)
+        self._keep(drafts, wanted)
         return True
 
-    def _keep(self, drafts: DraftArrays, max_tokens: torch.Tensor) -> None:
+    def _keep(self, drafts: DraftArrays, wanted: torch.Tensor) -> None:
         """Counts drafts, and puts them and their logits where vLLM's verification reads them."""
-        self.outcomes.keep(drafts, max_tokens, self._rates)
-        requests = self.idx_mapping[: len(max_tokens)]
-        self.draft_tokens[: len(max_tokens)] = drafts.token_ids
+        self.outcomes.keep(drafts, wanted, self._rates)
+        requests = self.idx_mapping[: len(wanted)]
+        self.draft_tokens[: len(wanted)] = drafts.token_ids
         if self.draft_logits is None:
             return
         if drafts.logits is not None:

@@ -55,11 +55,11 @@ class HostSpeculator(Speculator):
         if request_ids:
             self.session.barrier.forget(sorted(request_ids), gone)
 
-    def rests(self, input_batch: Any, max_tokens: int) -> bool:
+    def rests(self, input_batch: Any, length: int) -> bool:
         """Whether drafting is switched off, and was; else a proposer on the host sees every token."""
         return self.num_off > 1 and not input_batch.has_prefill
 
-    def note(self, input_batch: Any, max_tokens: int, rests: bool) -> None:
+    def note(self, input_batch: Any, length: int, rests: bool) -> None:
         self._drafted_at = time.perf_counter() if self.num_off else self._drafted_at
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
@@ -72,16 +72,14 @@ class HostSpeculator(Speculator):
         stage = stage_of(self.session.barrier.proposer)
         self._keep(stage.dummy_run(self._batch_of(input_batch, attends=not skip_attn)))
 
-    def _draft_step(
-        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
-    ) -> None:
+    def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, length: int) -> None:
         group, drafts = get_tp_group(), self.draft_tokens[: input_batch.num_reqs]
         self.idx_mapping[: input_batch.num_reqs].copy_(input_batch.idx_mapping)
         if self.tally is not None:
             self.tally.begin(True)
         if self.runs_target or group.rank_in_group == 0:
             with gpu_sync_allowed():
-                draft = self._propose(input_batch, num_sampled, num_rejected, max_tokens)
+                draft = self._propose(input_batch, num_sampled, num_rejected, length)
                 self._keep(draft)
                 rows = drafts.tolist() if input_batch.has_structured_output_reqs else None
             lengths = DraftLengths(input_batch.req_ids, draft.num_draft.tolist())
@@ -112,9 +110,7 @@ class HostSpeculator(Speculator):
                 request.extend(req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy())
         return rows, host[rows, 0] - 1, host[rows, 1]
 
-    def _propose(
-        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, max_tokens: int
-    ) -> Draft:
+    def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, length: int) -> Draft:
         num_reqs, request_ids = input_batch.num_reqs, input_batch.req_ids
         rows, accepted, rejected = self._read(input_batch, num_sampled, num_rejected)
         asked = list(range(num_reqs)) if self.runs_target else rows  # the target runs for all rows
@@ -126,7 +122,7 @@ class HostSpeculator(Speculator):
             request = self._requests[request_ids[row]]
             token_ids[row], options[row] = request.token_ids, request.limits.options
             prompt_lengths[row] = request.limits.num_prompt_tokens
-            max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, max_tokens)
+            max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, length)
         batch = replace(
             self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),
             request_ids=[request_ids[row] for row in asked],

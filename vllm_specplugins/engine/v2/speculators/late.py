@@ -50,7 +50,7 @@ class LateDrafts:
         self._num_unread: dict[Request, int] = {}  # their steps in `_unread`, once they took part in one
         self._ended: list[Request] = []  # the proposer has not seen all of their tokens
         self._unread, self._read = deque[_Step](), deque[_Step]()  # the proposer's thread takes the latter
-        self._max_draft = max_num_draft
+        self._wants = True  # whether the newest step drafts
 
     def add(self, requests: Sequence[Request]) -> None:
         if not self._drafts:
@@ -79,11 +79,10 @@ class LateDrafts:
         if len(self._unread) + len(self._read) > MAX_UNREAD:
             self._forget_all()
 
-    def step(self, max_draft: int) -> None:
-        """Collects finished drafts and asks for new ones, on every rank, before a step that drafts up to
-        `max_draft`."""
+    def step(self, length: int) -> None:
+        """Collects finished drafts and asks for new ones, on every rank, before a step of drafts up to this length."""
         if self._drafts:
-            self._max_draft = max_draft
+            self._wants = length > 0
             self._take_turns()
         if self._group.world_size > 1:
             self._group.broadcast(self._table, src=0)
@@ -92,11 +91,11 @@ class LateDrafts:
         """Shows the proposer all tokens that have arrived, since no step will follow for a while."""
         if self._drafts:
             self.guard.settle()
-            self._begin(0)
+            self._begin(False)
 
     def _take_turns(self) -> None:
         self._enter(self.guard.take())
-        self._begin(self._max_draft)
+        self._begin(self._wants)
 
     def _enter(self, drafted: tuple[Sequence[Request], Int32Array] | None) -> None:
         """Puts drafts into the table, except those of ended requests, since another request may have their slot."""
@@ -111,8 +110,8 @@ class LateDrafts:
     def _is_there(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
 
-    def _begin(self, max_draft: int) -> None:
-        """Shows the proposer the tokens that have arrived; it drafts for live requests if max_draft > 0."""
+    def _begin(self, wants: bool) -> None:
+        """Shows the proposer the tokens that have arrived; on request it drafts for live requests."""
         if not self.guard.can_start:
             return
         over, asked = self._asked()
@@ -120,7 +119,7 @@ class LateDrafts:
             return
         may_draft = self.guard.may_draft(list(asked)) or [True] * len(asked)
         requests = [request for request, may in zip(asked.values(), may_draft, strict=True) if may]
-        wanted = {request for request in requests if max_draft and self._is_there(request)}
+        wanted = {request for request in requests if wants and self._is_there(request)}
         options = [request.limits.options for request in requests]
         ended = [request for request in requests if request.request_id in over]
         batch = DraftBatch([request.request_id for request in requests], (), np.zeros(len(requests), np.int32), options)
@@ -181,7 +180,7 @@ class LateDrafts:
         self._requests, self._num_unread, self._ended = {}, {}, []
         self._unread, self._read = deque(), deque()
 
-    def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None = None) -> DraftArrays:
+    def match(self, slots: torch.Tensor, limits: torch.Tensor, longest: int | None = None) -> DraftArrays:
         """Returns the rest of each row's draft, rated as a match in a text. Slots and limits are [R]. A graph may
         record the call."""
         slots = slots.long()
@@ -191,7 +190,7 @@ class LateDrafts:
         written = (start[:, None] + places).clamp(max=self._req_states.max_model_len - 1)
         sampled = self._req_states.all_token_ids.gpu[slots[:, None], written]
         agrees = ((sampled == tokens) | (places >= num_since[:, None])).all(dim=1) & (num_since >= 0)
-        num_left = (drafted - num_since).clamp(min=0).minimum(max_draft) * agrees
+        num_left = (drafted - num_since).clamp(min=0).minimum(limits) * agrees
         steps = places[: self._max_num_draft]
         is_left = steps < num_left[:, None]
         shifted = tokens.gather(1, (steps + num_since[:, None]).clamp(0, self._length - 1))

@@ -62,9 +62,9 @@ class Lookups:
         for part in self._parts:
             part.remove(request_ids)
 
-    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
+    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
         """Drafts as the first source, without a prefix."""
-        drafts, *others = (part.match(batch.slots, max_tokens, batch.longest) for part in self._parts)
+        drafts, *others = (part.match(batch.slots, limits, batch.longest) for part in self._parts)
         if not others:
             return drafts
         least = to_beat(others[0].num_draft, others[0].confidence[:, 0]) if self._compares else 0
@@ -74,5 +74,5 @@ class Lookups:
         """Appends tokens from the requests' texts to drafts of another stage."""
         if self.texts is None:
             return drafts
-        max_more = (batch.max_lookup - drafts.num_draft).clamp(min=0)
-        return join(drafts, self.texts.match(batch.slots, max_more, batch.longest, drafts))
+        limits = (batch.max_lookup - drafts.num_draft).clamp(min=0)
+        return join(drafts, self.texts.match(batch.slots, limits, batch.longest, drafts))

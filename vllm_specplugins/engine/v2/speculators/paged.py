@@ -36,10 +36,10 @@ class PagedForward(PagedLayers):
 
     def _at(self, run: Callable[..., torch.Tensor], fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Runs at most as many tokens at once as the buffers hold; later pieces read the KV cache of earlier ones."""
-        max_length = self._speculator.max_num_tokens // self._num_reqs
-        if positions.ndim == 1 or positions.shape[1] <= max_length:
+        piece = self._speculator.max_num_tokens // self._num_reqs
+        if positions.ndim == 1 or positions.shape[1] <= piece:
             return super()._at(run, fed, positions)
-        pieces = zip(fed.split(max_length, dim=1), positions.split(max_length, dim=1), strict=True)
+        pieces = zip(fed.split(piece, dim=1), positions.split(piece, dim=1), strict=True)
         outputs = [super(PagedForward, self)._at(run, *piece) for piece in pieces]
         return torch.cat([part.view(self._num_reqs, -1, part.shape[-1]) for part in outputs], dim=1)
 

@@ -59,7 +59,7 @@ class TokenHistories(StageProposer):
     def match(
         self,
         slots: torch.Tensor,
-        max_draft: torch.Tensor,
+        limits: torch.Tensor,
         longest: int | None,
         prefix: DraftArrays | None = None,
     ) -> DraftArrays:
@@ -70,9 +70,7 @@ class TokenHistories(StageProposer):
             longest += 0 if prefix is None else prefix.token_ids.shape[1]
             longest = max(longest, *(size for _, size in self._taken.values()), 1)
         ngrams = self._config.min_ngram, self._config.max_ngram
-        return of_stage(
-            0, *history_match(texts, slots, max_draft, self._max_num_draft, *ngrams, self._by_slot, longest)
-        )
+        return of_stage(0, *history_match(texts, slots, limits, self._max_num_draft, *ngrams, self._by_slot, longest))
 
     def _followed(self, slots: torch.Tensor, prefix: DraftArrays) -> Texts:
         """The texts with a prefix after their ends, where vLLM writes the next tokens; a draft leaves room for one

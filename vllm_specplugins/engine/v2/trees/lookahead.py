@@ -23,7 +23,7 @@ class LookaheadSpeculator(TreeSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._depths, self.reads_tokens = (0,), True  # no layers run; requests begin with the n-grams of their prompt
+        self._step_counts, self.reads_tokens = (0,), True  # no layers run; requests begin with their prompt's n-grams
         # By slot, and one for rows of padding: the nodes before the window in the newest tree.
         self._begin_of_window = torch.full((self.max_num_reqs + 1,), self.num_speculative_steps, device=device)
         wrap(self.trees, "follow", self._follow)

@@ -28,7 +28,7 @@ class TreeSpeculator(DeviceSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
         max_num_draft, chain = self.num_speculative_steps, vllm_config.speculative_config.plugin_config.longest_chain
-        self._steps_alone, self._depths = False, lengths_up_to(max_num_draft, chain)
+        self._steps_alone, self._step_counts = False, lengths_up_to(max_num_draft, chain)
         self.trees = Trees(vllm_config, max_num_draft, device)
         self.verify_drafts = self.trees.verify
         self._texts: Any = self.lookups.texts
@@ -81,22 +81,22 @@ class TreeSpeculator(DeviceSpeculator):
         is_newest = (places[:, 0] == learned[:, -1]) & (num_sampled > 0)
         return (num_right + 1) * is_newest, (num_right < num_sampled).int() * is_newest
 
-    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, max_tokens: torch.Tensor) -> DraftArrays:
+    def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
         """Drafts a tree that contains the prefix if there are enough steps, else a chain."""
         rows = self.idx_mapping[: len(batch.slots)]
         if batch.num_steps < self.num_speculative_steps:
             self.trees.put(rows, self.trees.chain)
-            drafts = self._chains.draft(batch, prefix, max_tokens)
+            drafts = self._chains.draft(batch, prefix, limits)
             learned, self.outcomes.learned = drafts, None
         elif prefix is None:
             return self._grown(batch, rows)
         else:
-            is_asked, depth = max_tokens > 0, self.limits.of_stages[MODEL]
+            is_asked, longest = limits > 0, self.limits.of_stages[MODEL]
             self.outcomes.note_worth(prefix)
             # A request that does not allow the model gets the lookup's chain.
             survival = self.outcomes.survivals(prefix).log().float().masked_fill(~is_asked[:, None], 0.0)
             drafts = self._grown(batch, rows, is_asked, prefix, survival)
-            drafts = drafts._replace(by_stage=(prefix.num_draft, torch.where(is_asked, depth, -1)))
+            drafts = drafts._replace(by_stage=(prefix.num_draft, torch.where(is_asked, longest, -1)))
             learned = self.outcomes.learned = prefix
         if prefix is not None:
             lengths = self._texts.histories.lengths[batch.slots, None]
