@@ -61,6 +61,7 @@ ENVIRONMENT = """## Environment variables
 - `VLLM_SPECPLUGINS_METRICS_PORT` exports metrics on a port of the engine, [for other front
   ends](operating.md#other-front-ends).
 - `VLLM_SPECPLUGINS_DISABLE=1` disables the plugin; a server that names its methods serves without them.
+- `VLLM_SPECPLUGINS_VERIFICATION=vllm` leaves verification to vLLM, for a diagnosis.
 - `VLLM_SPECPLUGINS_ON_ERROR`: `serve` (default) or `refuse`, [where the plugin cannot draft](operating.md#what-fails-at-the-start).
 - `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` (vLLM's), if set, for example to `8192`, replaces our [costs](compatibility.md#costs-of-a-draft-token) of draft tokens by vLLM's.
 - `VLLM_SPECPLUGINS_SELF_CHECK`: `1` (default) [checks kernels](support.md#what-is-checked) at the start,

@@ -44,7 +44,7 @@ RUBBISH: list[Any] = [
     "x" * 10_000,
 ]
 LOOKUP, EXIT = {"method": "prompt_lookup"}, {"method": "early_exit"}
-FIELDS = ["num_speculative_tokens", "time_budget_ms", "verification", "max_ngram", "min_ngram"]
+FIELDS = ["num_speculative_tokens", "time_budget_ms", "max_ngram", "min_ngram"]
 
 
 def malformed() -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def malformed() -> list[dict[str, Any]]:
     ]
     wrong += [
         {"method": "cascade", "stages": [stages[0], {**draft_model, key: 5}]}
-        for key in ("exit_layer", "verification", "draft_sample_method", "x" * 100, 5, None)  # type: ignore[dict-item]
+        for key in ("exit_layer", "draft_sample_method", "x" * 100, 5, None)  # type: ignore[dict-item]
     ]
     wrong += [
         {"method": "cascade", "policy": "verify", "stages": [stages[0], draft_model]},  # `verify` cannot check with it
@@ -215,9 +215,6 @@ def test_settings_of_the_next_version() -> None:
 ODD_CLASSES = """
 class Number:
     check_options = 5
-
-class Likeliest:
-    reads_likeliest = True
 """
 
 
@@ -225,11 +222,10 @@ class Likeliest:
     "name, sentence",
     [
         ("Number", "check_options of odd_classes:Number must be a function, not 5."),
-        ("Likeliest", "reads_likeliest was removed: a proposer reads only the requests' tokens."),
     ],
 )
 def test_odd_classes(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: a `check_options` that every request is refused by; an old class that gets other inputs than it wants."""
+    """Kills: a `check_options` that every request is refused by."""
     (tmp_path / "odd_classes.py").write_text(ODD_CLASSES)
     monkeypatch.syspath_prepend(str(tmp_path))
     custom = {"method": "custom", "proposer": f"odd_classes:{name}"}
@@ -311,12 +307,10 @@ def test_built_in_stage() -> None:
 
 
 def test_grammar() -> None:
-    """Kills: a grammar twice; forced tokens that another verification takes for drawn ones."""
+    """Kills: a grammar twice."""
     grammar, drawn = {"method": "grammar"}, {**EXIT, "draft_sample_method": "probabilistic"}
     with pytest.raises(ConfigError, match="keep one grammar"):
         parse_config({"method": "cascade", "stages": [grammar, grammar]})
-    with pytest.raises(ConfigError, match="must be 'greedy' with grammar and verification 'vllm'"):
-        parse_config({"method": "cascade", "stages": [drawn, grammar], "verification": "vllm"})
     parse_config({"method": "cascade", "stages": [drawn, grammar]})
 
 
@@ -350,21 +344,16 @@ STAGE = {"method": "cascade", "stages": [LOOKUP]}
         ({**STAGE, "draft-p-min": 0.5}, "draft-p-min is llama.cpp's; here it is gate."),
         ({**STAGE, "stages": [{"method": "NGRAM"}]}, "NGRAM is SGLang's; here it is prompt_lookup."),
         ({**STAGE, "policy": "first"}, "policy must be one of 'auto', 'verify', not 'first'."),
-        ({**STAGE, "cost_table": "f"}, "; cost_table was removed after version 0.1.0: leave it out."),
         (
-            {"method": "suffix_lookup", "max_index_bytes": 1},
-            "max_index_bytes was removed after version 0.1.0: leave it out.",
-        ),
-        ({**LOOKUP, "rejection": "block"}, "; draft_sample_method 'coupled' replaces 'block'."),
-        (
-            {**STAGE, "stages": [{"method": "token_recycling"}]},
-            "was removed after version 0.1.0: use suffix_lookup.",
+            {**LOOKUP, "verification": "vllm"},
+            "verification was removed: leave it out; VLLM_SPECPLUGINS_VERIFICATION=vllm leaves it to vLLM, for a "
+            "diagnosis.",
         ),
         ({**EXIT, "exit_layer": "auto"}, "exit_layer must be an integer from 1 to 10000, not 'auto'."),
     ],
 )
 def test_what_to_use_instead(config: dict[str, Any], end: str) -> None:
-    """Fails if a misspelt field or stage, a setting of another engine, or a name of an earlier version is refused
+    """Fails if a misspelt field or stage, a setting of another engine, or a removed field is refused
     without the names that are allowed."""
     with pytest.raises(ConfigError, match=re.escape(end) + "$"):
         parse_config(config)
@@ -380,7 +369,6 @@ def test_trees() -> None:
         ({"tree": 0}, "tree must be an integer from 1 to 31 or null, not 0"),
         ({"tree": 32}, "tree must be an integer from 1 to 31 or null, not 32"),
         ({"tree": 7, "num_speculative_tokens": 5}, "num_speculative_tokens must be 7, the tree.s, or left out, not 5"),
-        ({"tree": 7, "verification": "vllm"}, "verification must be 'fused' with tree, not 'vllm'"),
         ({"tree": 7, "look_ahead": "/folder"}, "remove look_ahead: it is untested with tree"),
         ({"tree": 7, "draft_sample_method": "probabilistic"}, "rejection 'rounds', tree and draft_sample"),
         ({"tree": 7, "rejection": "rounds"}, "rejection 'rounds', tree and .* need each other"),

@@ -21,7 +21,7 @@ CUSTOM = {"method": "custom", "proposer": f"{__name__}:Waits"}
 LATE = {"method": "custom", "proposer": f"{__name__}:Late"}
 DRAFTERS = [{"method": name, "model": "m"} for name in ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")]
 TREE, OFF = {"tree": 7}, {"gate": "off"}
-MORE = "learn", "verification", "draft_sample_method", "policy"
+MORE = "learn", "draft_sample_method", "policy"
 
 
 class Waits:
@@ -43,11 +43,11 @@ CONFIGS = [
     *ALONE,
     *({**config, **OFF} for config in ALONE),
     *({**config, **TREE} for config in (EXIT, JUMP, MEDUSA)),
-    {**EXIT, "learn": True}, {**LOOKUP, "verification": "vllm"}, {**EXIT, "draft_sample_method": "probabilistic"},
+    {**EXIT, "learn": True}, {**EXIT, "draft_sample_method": "probabilistic"},
     *(cascade(LOOKUP, part) for part in (EXIT, JUMP, MEDUSA, GRAMMAR, CUSTOM, LATE, REMOTE, *DRAFTERS)),
     *(cascade(SUFFIX, part) for part in (EXIT, JUMP, MEDUSA, GRAMMAR, *DRAFTERS)),
     cascade(LOOKUP, EXIT, **OFF), cascade(LOOKUP, EXIT, **TREE), cascade(LOOKUP, EXIT, policy="verify"),
-    cascade(SUFFIX, EXIT, **OFF), cascade(LOOKUP, DRAFTERS[1], **OFF), cascade(LOOKUP, EXIT, verification="vllm"),
+    cascade(SUFFIX, EXIT, **OFF), cascade(LOOKUP, DRAFTERS[1], **OFF),
     cascade(LOOKUP), cascade(SUFFIX), cascade(EXIT), cascade(LATE), cascade(EXIT, LOOKUP), cascade(LATE, EXIT),
     cascade(DRAFTERS[0], LOOKUP), cascade(LOOKUP, EXIT, GRAMMAR), cascade(LOOKUP, EXIT, JUMP), cascade(EXIT, JUMP),
 ]  # fmt: skip

@@ -111,12 +111,6 @@ def option_checks(config: SpecConfig) -> list[OptionCheck]:
     return [check for check in checks.values() if check is not None]
 
 
-def check_gone(config: SpecConfig) -> None:
-    """Raises ConfigError for a class with `reads_likeliest`, which earlier versions supported."""
-    if any(asks is True for asks in _attributes(config, "reads_likeliest").values()):
-        raise ConfigError(f"{config.method}: reads_likeliest was removed: a proposer reads only the requests' tokens.")
-
-
 def declares(config: SpecConfig, name: str) -> bool:
     """Whether the user's class declares a flag, such as `may_be_late = True` or `drafts_on_device = True`."""
     return any(value is True for value in _attributes(config, name).values())

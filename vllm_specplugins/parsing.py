@@ -15,7 +15,6 @@ from vllm_specplugins.config import (
     check_stages,
     did_you_mean,
     methods_of,
-    sample_methods,
 )
 from vllm_specplugins.config.aliases import with_our_names
 from vllm_specplugins.config.built_in import BuiltInConfig, check_built_in
@@ -23,7 +22,6 @@ from vllm_specplugins.config.lengths import with_default_length
 from vllm_specplugins.config.trees import with_tree
 from vllm_specplugins.custom import (
     Registered,
-    check_gone,
     import_object,
     option_checks,
     registrations,
@@ -44,7 +42,7 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
     """
     values = with_our_names(raw["method"], {key: value for key, value in raw.items() if key != "method"})
-    method, greedy = raw["method"], greedy or values.get("verification", "fused") != "fused"
+    method = raw["method"]
     row, stages = METHODS.get(method), values.get("stages")
     if greedy and hasattr(row and row.config, "draft_sample_method"):
         values.setdefault("draft_sample_method", "greedy")
@@ -60,24 +58,12 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     if not (says_length or config.longest_chain):
         long = [name for name, row in METHODS.items() if row.is_lookup or row.forces_tokens]
         config = with_default_length(config, long)
-    check_gone(config)
     option_checks(config)
     check_stages(config)
     check_built_in(config)
-    verification = config.common.verification
-    if "coupled" in sample_methods(config) and verification != "fused":
-        raise ConfigError(
-            f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' with verification {verification!r}, "
-            "not 'coupled': vLLM draws other noise."
-        )
     forcing = [name for name, forces in zip(methods_of(config), forces_tokens(config), strict=True) if forces]
     if len(forcing) > 1:
         raise ConfigError(f"cascade: keep one {forcing[0]} in stages: it extends the drafts of all other stages.")
-    if forcing and "probabilistic" in sample_methods(config) and verification != "fused":
-        raise ConfigError(
-            f"{method}: draft_sample_method must be 'greedy' with {forcing[0]} and verification {verification!r}, not "
-            "'probabilistic': vLLM would treat forced tokens as sampled ones."
-        )
     return config
 
 

@@ -261,10 +261,11 @@ def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
     check_requests()
     params = SamplingParams(min_p=0.1, logit_bias={3: 1.0})
-    ours, theirs = (parse_config({**PROMPT_LOOKUP, "verification": value}) for value in ("fused", "vllm"))
+    ours = parse_config(PROMPT_LOOKUP)
     model = SimpleNamespace(get_vocab_size=lambda: 100)
     params._validate_spec_decode(SimpleNamespace(plugin_config=ours, target_model_config=model))
     assert (params.min_p, params.logit_bias) == (0.1, {3: 1.0})
-    for config in (SimpleNamespace(plugin_config=theirs, target_model_config=model), SimpleNamespace()):
+    monkeypatch.setenv("VLLM_SPECPLUGINS_VERIFICATION", "vllm")
+    for config in (SimpleNamespace(plugin_config=ours, target_model_config=model), SimpleNamespace()):
         with pytest.raises(VLLMValidationError, match="min_p"):
             params._validate_spec_decode(config)

@@ -15,7 +15,6 @@ from vllm_specplugins.parsing import parse_config
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "num_speculative_tokens": st.integers(1, 64),
     "time_budget_ms": st.integers(1, 60_000),
-    "verification": st.sampled_from(["fused", "vllm"]),
 }
 CLASSES = ["json:loads", "json:nothing", "nope.x:Y", "os:sep", "a:", ":b", "json", "json:loads:x"]
 OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {

@@ -156,11 +156,10 @@ def test_play_on_a_cycle() -> None:
     [
         ({"window": 16, "ngram": 8}, "lookahead: (ngram - 1) * (window + guesses) - 1 must be at most 63, not 146."),
         ({"num_speculative_tokens": 5}, "lookahead: num_speculative_tokens must be 29, lookahead's, or left out"),
-        ({"verification": "vllm"}, "lookahead: verification must be 'fused' with lookahead, not 'vllm'."),
     ],
 )
 def test_refusals(fields: dict[str, Any], words: str) -> None:
-    """Kills: a mask without room for the tree, a K that cuts it, a verification that knows no trees."""
+    """Kills: a mask without room for the tree, a K that cuts it."""
     with pytest.raises(ConfigError) as error:
         parse_config({"method": "lookahead", **fields})
     assert str(error.value).startswith(words)

@@ -33,14 +33,8 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-# Names of version 0.1.0 -> the remedy.
-GONE = {
-    "cost_table": "leave it out",
-    "max_index_bytes": "leave it out",
-    "min_confidence": "leave it out; the gate ends drafts",
-    "rejection": "leave it out; draft_sample_method 'coupled' replaces 'block'",
-    "token_recycling": "use suffix_lookup",
-}
+# Removed fields -> the remedy.
+GONE = {"verification": "leave it out; VLLM_SPECPLUGINS_VERIFICATION=vllm leaves it to vLLM, for a diagnosis"}
 
 
 class ConfigError(ValueError):
@@ -157,12 +151,10 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     ("; did you mean 'max_ngram'?", '.')
     >>> did_you_mean("prompt_lookup_max", ["max_ngram", "min_ngram"])
     "; prompt_lookup_max is vLLM's; here it is max_ngram."
-    >>> did_you_mean("cost_table", ["max_ngram", "min_ngram"])
-    '; cost_table was removed after version 0.1.0: leave it out.'
     """
     names = list(names)
     if (name_of := str(name)) in GONE:
-        return f"; {name_of} was removed after version 0.1.0: {GONE[name_of]}."
+        return f"; {name_of} was removed: {GONE[name_of]}."
     engine, ours = ELSEWHERE.get(str(name).lstrip("-").replace("-", "_"), ("", ()))
     if match := next((our_name for our_name in ours if our_name in names), None):
         return f"; {name} is {engine}'s; here it is {match}."

@@ -57,8 +57,6 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
         raise ConfigError(
             f"{method}: num_speculative_tokens must be {tree}, the tree's, or left out, not {config.length}."
         )
-    if (verification := config.common.verification) != "fused":
-        raise ConfigError(f"{method}: verification must be 'fused' with tree, not {verification!r}.")
     for part, name in product(config.parts, NOT_WITH_TREE):
         if getattr(part.method_config, name, None):
             raise ConfigError(f"{method}: remove {name}: it is untested with tree.")
@@ -75,7 +73,7 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
 
 def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length: bool) -> SpecConfig:
     """A copy in which K is the size of the tree with the window."""
-    method, num_nodes, verification = config.method, lookahead.num_nodes, config.common.verification
+    method, num_nodes = config.method, lookahead.num_nodes
     if stages := config.stages:
         fits = methods_of(config) == ["prompt_lookup", "lookahead"] and rule(config) != "verify"
         if not fits or config.method_config.tree or any(stage.num_speculative_tokens for stage in stages):
@@ -87,6 +85,4 @@ def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length:
         raise ConfigError(
             f"{method}: num_speculative_tokens must be {num_nodes}, lookahead's, or left out, not {config.length}."
         )
-    if verification != "fused":
-        raise ConfigError(f"{method}: verification must be 'fused' with lookahead, not {verification!r}.")
     return replace(config.with_length(num_nodes), says_length=True, longest_chain=lookahead.ngram - 1)

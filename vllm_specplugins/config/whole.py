@@ -25,8 +25,6 @@ class CommonConfig:
             one, default to 31 (5 for a hybrid target or with a "probabilistic" stage), and `medusa` to the number of
             heads.
         time_budget_ms: The time limit of a proposer on the host per step, in ms. A late draft is dropped.
-        verification: "fused" verifies and samples with this package's kernels: exactly for every sampling parameter,
-            with random numbers that depend on neither drafts nor batch. "vllm" leaves both to vLLM.
         gate: "auto" chooses draft lengths in each step, down to 0: per request on Model Runner V1 and for drafts on the
             host; on V2 one length for all requests, of which the device verifies the tokens that pay. "off" verifies
             every draft as a whole.
@@ -34,7 +32,6 @@ class CommonConfig:
 
     num_speculative_tokens: int = integer(SHORT, 1, MAX_NUM_SPECULATIVE_TOKENS)
     time_budget_ms: int = integer(1000, 1, 60_000)
-    verification: str = choice("fused", "vllm")
     gate: str = choice("auto", "off")
 
     def __post_init__(self) -> None:

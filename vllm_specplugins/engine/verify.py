@@ -1,12 +1,33 @@
-"""Parts of verification for both runners: the random numbers of drafts, and the edits of logits after a draft."""
+"""Parts of verification for both runners: who verifies, the random numbers of drafts, and the edits of logits after a
+draft."""
+
+import os
 
 import torch
 
+from vllm_specplugins.config import ConfigError, SpecConfig, sample_methods
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
+from vllm_specplugins.methods import forces_tokens
 
 EDITED_ROWS = 512  # limit of rows that a step with drafts edits at once, in a float32 copy
 # Added to a request's seed for its drafts, so that verification uses other random numbers.
 DRAFT_NOISE = 0x3C6EF372FE94F82B
+_VERIFIER = "VLLM_SPECPLUGINS_VERIFICATION"
+
+
+def verifies() -> bool:
+    """Whether this package verifies drafts. VLLM_SPECPLUGINS_VERIFICATION=vllm leaves that to vLLM, for a diagnosis."""
+    return os.environ.get(_VERIFIER) != "vllm"
+
+
+def check_verifier(config: SpecConfig) -> None:
+    """Raises ConfigError if vLLM shall verify drafts that it cannot verify."""
+    if (verifier := os.environ.get(_VERIFIER) or "plugin") not in ("plugin", "vllm"):
+        raise ConfigError(f"{_VERIFIER} must be plugin or vllm, not {verifier!r}.")
+    forces = any(forces_tokens(config)) and "probabilistic" in sample_methods(config)
+    if verifier == "vllm" and (config.longest_chain or forces):
+        drafts = "'probabilistic' drafts with a grammar" if forces else "a tree"
+        raise ConfigError(f"{config.method}: {_VERIFIER} must be plugin with {drafts}, not vllm.")
 
 
 def edit_drafted(

@@ -22,6 +22,7 @@ from vllm_specplugins.custom import OptionCheck, option_checks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
 from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.verify import verifies
 from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.request_options import (
@@ -176,7 +177,7 @@ def check_requests() -> None:
 def _with_every_parameter(original: Any, self: SamplingParams, speculative_config: Any) -> None:
     """vLLM refuses min_p and logit_bias with speculation; our verification honours them."""
     config = getattr(speculative_config, "plugin_config", None)
-    if config is not None and config.common.verification == "fused":
+    if config is not None and verifies():
         self = copy.copy(self)
         self.min_p, self.logit_bias = 0.0, None
     original(self, speculative_config)

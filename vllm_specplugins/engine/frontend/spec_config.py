@@ -30,6 +30,7 @@ from vllm_specplugins.engine.masks import fill_short_masks
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.switch import follow_calls
 from vllm_specplugins.engine.target.admission import check_kind, check_states, check_target, has_state
+from vllm_specplugins.engine.verify import check_verifier
 from vllm_specplugins.methods import reads_history, runs_target
 from vllm_specplugins.plan import Conditions, make_plan
 from vllm_specplugins.proposers.heads.medusa_heads import num_heads
@@ -157,6 +158,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         )
     if current_platform.is_cpu() and envs.VLLM_BATCH_INVARIANT:
         raise ConfigError(f"{method}: VLLM_BATCH_INVARIANT must be 0 on a CPU, not 1: vLLM does not support it there.")
+    check_verifier(speculative_config.plugin_config)
     check_states(vllm_config, method)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not vllm_config.use_v2_model_runner:

@@ -28,6 +28,7 @@ from vllm_specplugins.engine.v1.learning import Readings
 from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors, expand_batch_to_tokens, probs_of
+from vllm_specplugins.engine.verify import verifies
 from vllm_specplugins.methods import forces_tokens
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Target
@@ -60,7 +61,7 @@ def attach(runner: Any, session: Session) -> None:
         runner.profile_run = both(runner.profile_run, adapter.compile_exits)
     draft_to_the_end(runner)
     runner.update_max_model_len = both(runner.update_max_model_len, lambda max_model_len: draft_to_the_end(runner))
-    if runner.speculative_config.plugin_config.common.verification == "fused":
+    if verifies():
         adapter.verifier = Verifier(runner, adapter.seed)
         runner._sample = adapter.verifier.sample
         wrap(runner, "_calc_spec_decode_metadata", partial(metadata_of, runner.device))

@@ -18,6 +18,7 @@ from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.v1.edits import custom, edit
 from vllm_specplugins.engine.v1.rows import Rows
+from vllm_specplugins.engine.verify import verifies
 from vllm_specplugins.kernels.rejection import Sampling, host, rejection_sample
 from vllm_specplugins.kernels.rejection.reference import truncated
 
@@ -25,7 +26,7 @@ from vllm_specplugins.kernels.rejection.reference import truncated
 @contextmanager
 def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
     """Makes vLLM build a runner with all logits processors; under speculation vLLM uses only one."""
-    if vllm_config.speculative_config.plugin_config.common.verification != "fused":
+    if not verifies():
         yield
         return
     original = gpu_model_runner.build_logitsprocs

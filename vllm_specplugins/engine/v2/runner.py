@@ -28,6 +28,7 @@ from vllm_specplugins.engine.v2.speculators.built_in import with_drafter
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
+from vllm_specplugins.engine.verify import verifies
 from vllm_specplugins.methods import forces_tokens
 
 
@@ -95,7 +96,7 @@ def attach(runner: Any, session: Session) -> None:
         learning.attach(runner, speculator)
         # Compiled after the target, before graphs are recorded.
         runner.profile_run = both(runner.profile_run, lambda *_, **__: speculator.first_layers.compile(config))
-    if config.common.verification == "fused":
+    if verifies():
         verify.attach(runner)
     runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
     runner.profile_run = both(lambda *_, **__: memory.tell_buffers(runner, speculator), runner.profile_run)

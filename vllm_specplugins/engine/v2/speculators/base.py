@@ -22,7 +22,7 @@ from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, adapter
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
-from vllm_specplugins.engine.verify import DRAFT_NOISE
+from vllm_specplugins.engine.verify import DRAFT_NOISE, verifies
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.kernels.steps import newest
 from vllm_specplugins.methods import drafters
@@ -65,7 +65,7 @@ class Speculator(DraftModelSpeculator):
         kinds = {type(method_config) for row, method_config in drafters(config.plugin_config) if row.runs_target}
         if kinds != {EarlyExitConfig}:
             self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
-        if config.draws and config.plugin_config.common.verification == "fused":  # with all parameters of a request
+        if config.draws and verifies():  # with all parameters of a request
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
             self.verified = Verified(self.temperature, self.seeds, *limits)
         if self.draft_logits is not None:
