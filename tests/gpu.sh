@@ -139,7 +139,7 @@ everything() {
         --hidden-factor 16 --intermediate 14336 --depth-factor 2 --device cuda --unchecked
     for workload in edit chat; do
         part "Speed: $workload" 900 -P -m vllm_specplugins bench --model "$model" --workloads $workload \
-            --batch 1,8,32,64 --temperature 0,0.7 --rounds 3 --tokens 256 \
+            --max-concurrency 1,8,32,64 --temperature 0,0.7 --rounds 3 --output-len 256 \
             --methods "$lookup" "$ngram: 5}" "$ngram: 31}" "$cascade" "$exit"
     done
     forced_trace "" 420

@@ -8,14 +8,6 @@ from typing import Any, TypeVar
 
 from vllm_specplugins.config import brief
 
-# Our flags -> vLLM's names for them, which precede them; the next version drops ours.
-VLLM_NAMES = {
-    "--batch": "--max-concurrency",
-    "--data": "--dataset-path",
-    "--json": "--output-json",
-    "--prompts": "--num-prompts",
-    "--tokens": "--output-len",
-}
 Add = Callable[..., None]  # the function that `adder` makes
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
@@ -28,10 +20,8 @@ def adder(parser: argparse.ArgumentParser) -> Add:
     def add(name: str, words: str, read: Any = str, default: Any = None, shown: str = "", **more: Any) -> None:
         if shown := shown or ("" if default is None else str(default)):
             words += f" (default: {shown})"
-        names, kind = [name], {"action": "store_true"} if read is bool else {"type": read, "default": default}
-        if name in VLLM_NAMES and read is not bool:
-            names, more["dest"] = [VLLM_NAMES[name], name], name.removeprefix("--")
-        parser.add_argument(*names, help=words, **(kind if name.startswith("-") else {"type": read}), **more)
+        kind = {"action": "store_true"} if read is bool else {"type": read, "default": default}
+        parser.add_argument(name, help=words, **(kind if name.startswith("-") else {"type": read}), **more)
 
     return add
 

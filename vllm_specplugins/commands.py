@@ -61,7 +61,7 @@ def _train_look_ahead(add: Add) -> None:
 
 def _training(add: Add) -> None:
     _model(add)
-    add("--data", DATA, Path, nargs="+", required=True)
+    add("--dataset-path", DATA, Path, nargs="+", required=True)
     add("--out", "new folder of the part", Path, required=True)
     add("--steps", "number of optimizer steps", count, 1000)
     add("--batch-tokens", "tokens per step", whole(16, 10_000_000), 4096)
@@ -79,7 +79,7 @@ def _calibrate(add: Add) -> None:
     Example: %(prog)s MODEL --dataset-path corpus/*.txt --output-json REPORT
     """
     _model(add)
-    add("--data", DATA, Path, nargs="+", required=True)
+    add("--dataset-path", DATA, Path, nargs="+", required=True)
     add("--exit-layers", "exit layers to measure, for example 1,2,4", listed(layer), shown="all but the last")
     words = "find the best sets of these numbers of layers, for example 16,24; continues the search in --output-json"
     add("--layers", words, listed(layer))
@@ -102,7 +102,7 @@ def _verify_lossless(add: Add) -> None:
     add("--method", "names, or values of --speculative-config", shown="all methods", nargs="+", metavar="METHOD")
     add("--samples", "samples per test", whole(100, 10_000_000), 4000)
     add("--seed", "seed of the model, the prompts and the engines", whole(0, 2**31), 0)
-    add("--json", "file for the report", Path)
+    add("--output-json", "file for the report", Path)
 
 
 def _check(add: Add) -> None:
@@ -150,7 +150,14 @@ def _build_store(add: Add) -> None:
     Example: %(prog)s --tokenizer MODEL --dataset-path logs/*.jsonl --out store.bin
     """
     _model(add, "--tokenizer", required=True)
-    add("--data", f"{DATA}; when the store is full, later texts stay", Path, nargs="+", required=True)
+    add(
+        "--dataset-path",
+        f"{DATA}; when the store is full, later texts stay",
+        Path,
+        nargs="+",
+        required=True,
+        dest="data",
+    )
     add("--out", "file of the store, for the field store_path", Path, required=True)
     add(
         "--cache-salt",
@@ -172,8 +179,15 @@ def _bench(add: Add) -> None:
     add("--methods", words, shown=methods, nargs="+", metavar="METHOD")
     names = "edit, summary, maths, chat, retrieval, translation, extraction, agent"
     add("--workloads", names, listed(str.strip), shown="the first four, without --dataset-path")
-    add("--data", DATA, Path, [], "none", nargs="+")
-    add("--batch", "numbers of concurrent requests, for example 1,4", listed(whole(1, 4096)), [1], "1")
+    add("--dataset-path", DATA, Path, [], "none", nargs="+")
+    add(
+        "--max-concurrency",
+        "numbers of concurrent requests, for example 1,4",
+        listed(whole(1, 4096)),
+        [1],
+        "1",
+        dest="batch",
+    )
     add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")
     add("--ignore-eos", "ignore end tokens, so that each output has the maximum length", bool)
     add("--engine-args", "further arguments of vllm.LLM for all engines", dictionary, {}, metavar="JSON")
@@ -193,13 +207,20 @@ def _replay(add: Add) -> None:
 
     Example: %(prog)s --dataset-path trace.jsonl --tokenizer MODEL --max-concurrency 1,32
     """
-    add("--data", DATA, Path, nargs="+", required=True)
+    add("--dataset-path", DATA, Path, nargs="+", required=True)
     _model(add, "--tokenizer", "; for text")
     words = "methods: a name (prompt_lookup), a name with K (ngram:5), or JSON as for --speculative-config"
     add("--methods", words, default=[], shown="all that read only token ids", nargs="+", metavar="METHOD")
     ladder = "3,5,8,12,15,24,31,48,64, while the speed rises"
     add("--num-draft", "values of K to try", listed(whole(1, 64)), shown=ladder)
-    add("--batch", "numbers of concurrent requests, for example 1,32", listed(whole(1, 4096)), [1], "1")
+    add(
+        "--max-concurrency",
+        "numbers of concurrent requests, for example 1,32",
+        listed(whole(1, 4096)),
+        [1],
+        "1",
+        dest="batch",
+    )
     add("--requests", "number of requests to read", count, 2000)
     add("--by-file", "report each file of --dataset-path as a task", bool)
     words = "use only requests with even or odd ids (or line numbers, without ids)"
@@ -213,19 +234,21 @@ def _replay(add: Add) -> None:
     words = "the model runner that chooses the lengths of drafts; GPUs have v2"
     add("--runner", words, default="v2", choices=("v1", "v2"))
     add("--draft-us", "drafting time per request and step, in us", positive, shown="measured here")
-    add("--json", "file for the figures", Path)
+    add("--output-json", "file for the figures", Path)
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--rounds", "measured rounds, after one warm-up", whole(1, 1000), rounds)
-    add("--prompts", "prompts per round; at least the number of concurrent requests", layer, prompts)
+    add(
+        "--num-prompts", "prompts per round; at least the number of concurrent requests", layer, prompts, dest="prompts"
+    )
     words = "length of prompts that are cut from texts"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
     shown = str(tokens or "64; with --trace the log's")
-    add("--tokens", "longest output, in tokens", whole(2, 100_000), tokens, shown)
+    add("--output-len", "longest output, in tokens", whole(2, 100_000), tokens, shown)
     shown = "float32 on a CPU, else auto"
     add("--dtype", "dtype of the model", shown=shown, choices=("auto", "bfloat16", "float16", "float32"))
-    add("--json", "file for the figures", Path)
+    add("--output-json", "file for the figures", Path)
 
 
 def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None:

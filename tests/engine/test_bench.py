@@ -35,11 +35,13 @@ def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
     """Kills: an engine that does not start from here, metrics of another name, a clock that runs while others serve,
     requests that are not served together, outputs in another order than their prompts.
     """
-    options = f"--data {edits(tmp_path)} --batch 1,3 --prompts 3 --tokens 32 --rounds 2"
+    options = f"--dataset-path {edits(tmp_path)} --max-concurrency 1,3 --num-prompts 3 --output-len 32 --rounds 2"
     method = json.dumps({"method": "prompt_lookup", "gate": "off"})  # drafts hardly pay on so small a model
     command = [sys.executable, "-m", "vllm_specplugins", "bench", "--model", DEMO_MODEL, *options.split()]
     command += ["--methods", method]
-    done = subprocess.run([*command, "--json", tmp_path / "bench.json"], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [*command, "--output-json", tmp_path / "bench.json"], capture_output=True, text=True, env=os.environ
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
@@ -76,7 +78,7 @@ def test_a_round_is_a_first_reading(method: str, tmp_path: Path) -> None:
     second replays the first's outputs; a tenant that cells share.
     """
     [workload] = read_workloads(edits(tmp_path), load_tokenizer(str(DEMO_MODEL)), 28, 0)
-    args = argparse.Namespace(prompts=7, rounds=2, tokens=48, ignore_eos=False)
+    args = argparse.Namespace(num_prompts=7, rounds=2, output_len=48, ignore_eos=False)
     cells = [rounds_of(args, workload, Cell(name, batch, 0.0), {}) for name, batch in (("copy", 4), ("copy", 1))]
     arguments = {"model": str(DEMO_MODEL), "max_model_len": 512, "max_num_seqs": 4}
 

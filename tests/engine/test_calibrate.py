@@ -19,14 +19,14 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
     for index, text in enumerate(load_prompts("edit", 6)):
         files.append(tmp_path / f"{index}.txt")
         files[-1].write_text(text)
-    options = "--exit-layers 1,4 --exits 1 --prompts 3 --rounds 1 --tokens 32 --prompt-tokens 600 --max-draft 4"
+    options = "--exit-layers 1,4 --exits 1 --num-prompts 3 --rounds 1 --output-len 32 --prompt-tokens 600 --max-draft 4"
     options += " --dtype float32 --enforce-eager --also"
     lookup_alone = {"method": "prompt_lookup", "num_speculative_tokens": 5, "gate": "off"}
     exit_alone = {"method": "early_exit", "exit_layer": 4, "num_speculative_tokens": 2, "gate": "off"}
     options = [*options.split(), json.dumps(lookup_alone), json.dumps(exit_alone)]
     command = [sys.executable, "-m", "vllm_specplugins", "calibrate", DEMO_MODEL, *options]
     done = subprocess.run(
-        [*command, "--json", tmp_path / "out.json", "--data", *files],
+        [*command, "--output-json", tmp_path / "out.json", "--dataset-path", *files],
         capture_output=True,
         text=True,
         env=os.environ,

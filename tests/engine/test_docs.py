@@ -30,10 +30,10 @@ LONG = {
     "verify-lossless": ["--samples", "200"],
     "train-jump": ["--steps", "2", "--batch-tokens", "256", "--row-tokens", "64"],
     "train-exit-head": ["--steps", "2", "--batch-tokens", "256", "--row-tokens", "64", "--exit-layer", "1"],
-    "bench": ["--rounds", "1", "--prompts", "1", "--tokens", "8"],
-    "calibrate": ["--rounds", "1", "--prompts", "1", "--tokens", "16", "--prompt-tokens", "32"],
+    "bench": ["--rounds", "1", "--num-prompts", "1", "--output-len", "8"],
+    "calibrate": ["--rounds", "1", "--num-prompts", "1", "--output-len", "16", "--prompt-tokens", "32"],
 }
-LOG = ["--methods", "prompt_lookup", "--batch", "1", "--rate", "0.9"]  # ngram_gpu needs a GPU
+LOG = ["--methods", "prompt_lookup", "--max-concurrency", "1", "--rate", "0.9"]  # ngram_gpu needs a GPU
 
 
 @pytest.fixture(scope="module")

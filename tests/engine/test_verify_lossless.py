@@ -27,7 +27,7 @@ def test_command(tmp_path: Path) -> None:
     [code, *_] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "my_proposer.py").write_text(code)
     config = {"method": "custom", "proposer": "my_proposer:LastSuccessor", "gate": "off", "num_speculative_tokens": 2}
-    command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--json", tmp_path / "report.json"]
+    command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--output-json", tmp_path / "report.json"]
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [*command, "--method", json.dumps(config), "--samples", "100"],

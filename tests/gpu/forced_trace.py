@@ -69,16 +69,26 @@ def main() -> int:
     made = args.folder / f"{args.shape}.jsonl", SHAPES[args.shape]["vocab_size"], most, args.output_len
     log = args.log or made_log(*made)
     found, played = (args.folder / f"{args.shape}-{name}.json" for name in ("bench", "replay"))
-    asked = ["bench", "--model", model, "--load-format", "dummy", "--trace", str(log), "--json", str(found)]
+    asked = ["bench", "--model", model, "--load-format", "dummy", "--trace", str(log), "--output-json", str(found)]
     methods = args.methods or methods_of(args.folder, args.shape, args.drafter)
     asked += ["--methods", *methods, "--engine-args", args.engine_args]
-    asked += ["--batch", args.batch, "--rounds", args.rounds, "--prompts", str(most)]
+    asked += ["--max-concurrency", args.batch, "--rounds", args.rounds, "--num-prompts", str(most)]
     asked += ["--rate", args.rate] if args.rate else []
     if (status := command(asked + (["--drafter", "eagle"] if args.drafter else []))) or args.drafter:
         return status
     rows = {(row["method"], row["cell"]["batch"]): row for row in json.loads(found.read_text())["rows"]}
-    given = ["replay", "--data", str(log), "--methods", "prompt_lookup", "--num-draft", "31", "--batch", args.batch]
-    command([*given, "--requests", str(most), "--costs", str(found), "--json", str(played)])
+    given = [
+        "replay",
+        "--dataset-path",
+        str(log),
+        "--methods",
+        "prompt_lookup",
+        "--num-draft",
+        "31",
+        "--max-concurrency",
+        args.batch,
+    ]
+    command([*given, "--requests", str(most), "--costs", str(found), "--output-json", str(played)])
     for row in json.loads(played.read_text())["rows"]:
         names = {"ngram_gpu": "ngram_gpu:5"} if row["num_draft"] == NUM_DRAFT else {}
         names |= {"prompt_lookup": "prompt_lookup"} if row["policy"] == "gated" else {}

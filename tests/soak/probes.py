@@ -102,7 +102,9 @@ def files(rng: random.Random, count: int) -> Problems:
         for _ in range(count):
             file = Path(folder) / f"odd{rng.choice(['.jsonl', '.txt', '', '.ndjson', '.gz'])}"
             file.write_bytes(content(rng))
-            args = argparse.Namespace(model=str(model), prompts=4, batch=[1], trace=file, tokens=8, temperature=[0.0])
+            args = argparse.Namespace(
+                model=str(model), num_prompts=4, max_concurrency=[1], trace=file, output_len=8, temperature=[0.0]
+            )
             args.drafter, args.engine_args = rng.choice([None, "x"]), {}
             readers: list[Callable[[], Any]] = [
                 lambda: read_workloads(file, Tokenizer(), 4, 16),  # noqa: B023

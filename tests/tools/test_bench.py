@@ -53,13 +53,13 @@ def engines(made_up: Any) -> Any:
 
 @pytest.fixture
 def asked(tiny_model: Path, prompts_file: Path) -> list[str]:
-    return ["bench", "--model", str(tiny_model), "--methods", "prompt_lookup", "--data", str(prompts_file)]
+    return ["bench", "--model", str(tiny_model), "--methods", "prompt_lookup", "--dataset-path", str(prompts_file)]
 
 
 @pytest.fixture
 def run(asked: list[str], engines: Any, capsys: pytest.CaptureFixture[str]) -> Run:
     """run(options): the exit status, and what was printed."""
-    few = "--prompts", "2", "--tokens", "31", "--rounds", "4"
+    few = "--num-prompts", "2", "--output-len", "31", "--rounds", "4"
     return lambda *options: (main([*asked, *few, *options]), " ".join(capsys.readouterr().out.split()))
 
 
@@ -82,7 +82,7 @@ def test_figures(asked: list[str], run: Run, tmp_path: Path, capsys: pytest.Capt
     round that warms up counted, ratios of other rounds' times, a range that is not the rounds' own, lines of more than
     100 columns, step times of one method alone.
     """
-    status, output = run("--json", str(tmp_path / "a.json"))
+    status, output = run("--output-json", str(tmp_path / "a.json"))
     found = json.loads((tmp_path / "a.json").read_text())
     plain, lookup = found["rows"]
     assert found["step_ms_by_tokens"] == pytest.approx({"1": 10 * 1.35, "5": 20 * 1.35})
@@ -152,7 +152,7 @@ VERDICTS: dict[str, tuple[dict[str, Any], list[str], int, list[str]]] = {
         "No advice: the interval of the best method, 0.", "holds 1; more rounds narrow it",
     ]),
     "slower": ({"noise": {"prompt_lookup": {2: 1.6, 3: 1.65, 4: 1.6, 5: 1.65}}}, [], 0, ["Serve without speculation"]),
-    "few rounds": ({}, ["--rounds", "2", "--prompts", "4"], 0, ["No advice: it takes 3 rounds, not 2."]),
+    "few rounds": ({}, ["--rounds", "2", "--num-prompts", "4"], 0, ["No advice: it takes 3 rounds, not 2."]),
     "few requests": ({}, ["--rounds", "3"], 0, ["No advice: it takes 8 requests of each workload, not 6."]),
 }  # fmt: skip
 
@@ -184,8 +184,16 @@ def test_rounds_are_strangers(run: Run, engines: Any) -> None:
 def test_all_cells(run: Run, prompts_file: Path, tmp_path: Path) -> None:
     """Kills: a cell that is left out, or served with too few requests for its batch."""
     (tmp_path / "again.jsonl").write_text(prompts_file.read_text())
-    options = ["--data", str(prompts_file), str(tmp_path / "again.jsonl"), "--batch", "1,4", "--temperature", "0,1"]
-    assert run(*options, "--rounds", "1", "--json", str(tmp_path / "a.json"))[0] == 0
+    options = [
+        "--dataset-path",
+        str(prompts_file),
+        str(tmp_path / "again.jsonl"),
+        "--max-concurrency",
+        "1,4",
+        "--temperature",
+        "0,1",
+    ]
+    assert run(*options, "--rounds", "1", "--output-json", str(tmp_path / "a.json"))[0] == 0
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     cells = {(row["cell"]["workload"], row["cell"]["batch"], row["cell"]["temperature"]) for row in rows}
     assert len(cells) == 8 and len(rows) == 16
@@ -201,7 +209,7 @@ def test_an_interruption_loses_one_cell(run: Run, engines: Any, monkeypatch: pyt
         return ask(engine, message)
 
     monkeypatch.setattr(engines, "ask", interrupted)
-    status, output = run("--batch", "1,4")
+    status, output = run("--max-concurrency", "1,4")
     assert status == 130 and output.count("batch") == 1
     assert "batch 1, T 0: none 71.9 tokens/s, 1.00 tok/step; prompt_lookup 104.5 tokens/s, 3.00 tok/step" in output
 
@@ -218,7 +226,7 @@ def test_forced_logs(
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOG))
     monkeypatch.setattr(engines, "ask", lambda engine, message: served(engine, engine.lie))
     given = ["bench", "--model", str(tiny_model), "--methods", "prompt_lookup", "--trace", str(tmp_path / "log.jsonl")]
-    given += ["--rounds", "2", "--rate", "0.5", "--json", str(tmp_path / "a.json")]
+    given += ["--rounds", "2", "--rate", "0.5", "--output-json", str(tmp_path / "a.json")]
     assert main(given) == 0
     closed, open_ = engines.asked["prompt_lookup"][:3], engines.asked["prompt_lookup"][3:]
     assert all(
@@ -281,13 +289,13 @@ REFUSED = {
     '--methods {"method":"prompt_lookup","max_ngram":99}': "max_ngram must be an integer from 1 to 16",
     "--workloads prose": "--workloads must be of edit, summary, retrieval, translation, extraction, maths, chat, "
     "agent, not 'prose'",
-    "--data nowhere.jsonl": "--dataset-path must be readable files, not nowhere.jsonl",
-    "--data .": "--dataset-path must be readable files, not . (Is a directory)",
+    "--dataset-path nowhere.jsonl": "--dataset-path must be readable files, not nowhere.jsonl",
+    "--dataset-path .": "--dataset-path must be readable files, not . (Is a directory)",
     "--model ./nowhere": "a folder with a config.json, not './nowhere'",
-    "--batch 1,none": "--batch: must be an integer from 1 to 4096, not 'none'",
+    "--max-concurrency 1,none": "--max-concurrency: must be an integer from 1 to 4096, not 'none'",
     "--temperature -1": "--temperature: must be numbers from 0 to 10, not '-1'",
-    "--tokens 500": "--output-len must be at most 480 after these prompts, not 500",
-    "--json nowhere/a": "--output-json must be a file in an existing folder, not nowhere/a",
+    "--output-len 500": "--output-len must be at most 480 after these prompts, not 500",
+    "--output-json nowhere/a": "--output-json must be a file in an existing folder, not nowhere/a",
     "--engine-args []": "--engine-args: must be a JSON object, not '[]'",
 }
 

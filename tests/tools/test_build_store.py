@@ -23,7 +23,9 @@ def lines(path: Path, *entries: object) -> Path:
 
 
 def build(*files: Path, out: Path, extra: tuple[str, ...] = ()) -> int:
-    return main(["build-store", "--tokenizer", str(DEMO_MODEL), "--data", *map(str, files), "--out", str(out), *extra])
+    return main(
+        ["build-store", "--tokenizer", str(DEMO_MODEL), "--dataset-path", *map(str, files), "--out", str(out), *extra]
+    )
 
 
 @pytest.fixture(scope="module")

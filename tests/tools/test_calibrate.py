@@ -60,9 +60,9 @@ def engines(made_up: Any) -> Any:
 
 
 def run(model: Path, files: list[Path], *options: str) -> int:
-    few = ("--prompts", "3", "--rounds", "3", "--tokens", "24", "--prompt-tokens", "32", "--max-draft", "4")
+    few = ("--num-prompts", "3", "--rounds", "3", "--output-len", "24", "--prompt-tokens", "32", "--max-draft", "4")
     also = () if "--also" in options else ("--also", "none")
-    return main(["calibrate", str(model), "--data", *map(str, files), *few, *also, *options])
+    return main(["calibrate", str(model), "--dataset-path", *map(str, files), *few, *also, *options])
 
 
 def test_an_exit_that_is_the_model(
@@ -73,7 +73,7 @@ def test_an_exit_that_is_the_model(
     measured against another's rounds, or served twice.
     """
     file = tmp_path / "calibration.json"
-    assert run(idle_model, text_files, "--exits", "1", "--json", str(file)) == 0
+    assert run(idle_model, text_files, "--exits", "1", "--output-json", str(file)) == 0
     found = json.loads(file.read_text())
     first, second = found["exits"]
     assert first["match_rate"] == 1.0 and first["overlap"] == pytest.approx(1.0, abs=1e-4)
@@ -95,7 +95,7 @@ def test_speculation_that_does_not_pay(
     """Kills: a configuration recommended although it is no faster; one from too few rounds."""
     file = tmp_path / "calibration.json"
     for engines.slow, rounds in ((True, "3"), (False, "2")):
-        assert run(idle_model, text_files, "--json", str(file), "--rounds", rounds) == 0
+        assert run(idle_model, text_files, "--output-json", str(file), "--rounds", rounds) == 0
         output = capsys.readouterr().out
         advice = "Serve without speculation" if engines.slow else "No advice: it takes 3 rounds"
         assert advice in output and "--speculative-config" not in output
@@ -119,7 +119,7 @@ def test_other_methods(
     (tmp_path / "head" / "config.json").write_text(json.dumps(sizes))
     for last in (jump, trained_exit, {"method": "early_exit"}):
         given = [json.dumps(last | K)] if len(last) > 1 else []
-        options = ["--also", "prompt_lookup:3,cascade", *given, "--exits", "1", "--json", str(file)]
+        options = ["--also", "prompt_lookup:3,cascade", *given, "--exits", "1", "--output-json", str(file)]
         assert run(tiny_model, text_files, *options) == 0
         methods = json.loads(file.read_text())["methods"]
         names = ["prompt_lookup:3", "cascade", *(f"{last['method']}:3" for _ in given)]
@@ -140,7 +140,7 @@ def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:
     """Against a draft loop that runs the exit itself. Kills: bits of another token or another layer, a bonus token that
     is forgotten, a step that begins at a wrong place."""
     prompts = [[0, 40, 50, 60], [0, 300, 301]]
-    args = Namespace(model=str(tiny_model), tokens=20, max_draft=3)
+    args = Namespace(model=str(tiny_model), output_len=20, max_draft=3)
     [row] = exit_rows(args, [2], prompts)
     model = LlamaForCausalLM.from_pretrained(tiny_model)
     model.model.layers = model.model.layers[:2]

@@ -51,7 +51,7 @@ def test_every_command_reads_every_form(form: str, tmp_path: Path, tokenizer: An
         assert "area(width" in tokenizer.decode(rows[0]) + tokenizer.decode(rows[-1])
         assert "\ufeff" not in tokenizer.decode(rows[0])
     out = tmp_path / "store.bin"
-    assert main(["build-store", "--tokenizer", str(DEMO_MODEL), "--data", str(file), "--out", str(out)]) == 0
+    assert main(["build-store", "--tokenizer", str(DEMO_MODEL), "--dataset-path", str(file), "--out", str(out)]) == 0
     assert out.stat().st_size > 100
 
 
@@ -65,11 +65,11 @@ def test_long_numbers(digits: str, tmp_path: Path, tokenizer: Any) -> None:
 def commands(file: str, tmp_path: Path) -> list[list[str]]:
     model = str(DEMO_MODEL)
     return [
-        ["replay", "--data", file, "--tokenizer", model],
-        ["bench", "--model", model, "--data", file],
-        ["build-store", "--tokenizer", model, "--data", file, "--out", str(tmp_path / "store.bin")],
-        ["train-jump", model, "--data", file, "--out", str(tmp_path / "jump"), "--device", "cpu"],
-        ["calibrate", model, "--data", file],
+        ["replay", "--dataset-path", file, "--tokenizer", model],
+        ["bench", "--model", model, "--dataset-path", file],
+        ["build-store", "--tokenizer", model, "--dataset-path", file, "--out", str(tmp_path / "store.bin")],
+        ["train-jump", model, "--dataset-path", file, "--out", str(tmp_path / "jump"), "--device", "cpu"],
+        ["calibrate", model, "--dataset-path", file],
     ]
 
 
@@ -107,7 +107,7 @@ def test_one_sentence(name: str, tmp_path: Path, capsys: Any, monkeypatch: pytes
     for command in commands(make(tmp_path / "bad.jsonl"), tmp_path):
         assert main(command) == 2
         [error] = re.findall(r"^vllm-specplugins [a-z-]+: (error: .*)$", capsys.readouterr().err, re.MULTILINE)
-        assert words in error and error.startswith("error: --data")
+        assert words in error and error.startswith("error: --dataset-path")
     assert not (tmp_path / "store.bin").exists()
 
 
@@ -120,7 +120,7 @@ def test_token_ids(tmp_path: Path, refused: Any) -> None:
         assert f"--dataset-path: line 2 of {file} must have token ids below " in refused(*command)
     assert not (tmp_path / "store.bin").exists()
     written(tmp_path / "a.jsonl", json.dumps({"prompt": [1, 2], "output": [1 << 20]}))
-    assert "an output of at least two tokens" in refused("replay", "--data", file)
+    assert "an output of at least two tokens" in refused("replay", "--dataset-path", file)
 
 
 def test_deep_arguments(refused: Any) -> None:

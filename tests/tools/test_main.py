@@ -15,45 +15,47 @@ import pytest
 
 from vllm_specplugins import __main__
 from vllm_specplugins.__main__ import main, parser
-from vllm_specplugins.arguments import VLLM_NAMES
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.report import write_json
 
-TRAIN = ["train-exit-head", "MODEL", "--data", "DATA", "--exit-layer", "1", "--out", "OUT", "--steps", "1"]
-CALIBRATE = ["calibrate", "MODEL", "--data", "DATA"]
+TRAIN = ["train-exit-head", "MODEL", "--dataset-path", "DATA", "--exit-layer", "1", "--out", "OUT", "--steps", "1"]
+CALIBRATE = ["calibrate", "MODEL", "--dataset-path", "DATA"]
 REFUSED = {
     "no command": ([], "required: COMMAND"),
     "unknown command": (["tune"], "invalid choice: 'tune'"),
-    "no data": (["calibrate", "MODEL"], "required: --data"),
+    "no data": (["calibrate", "MODEL"], "required: --dataset-path"),
     "layer 0": ([*TRAIN, "--exit-layer", "0"], "--exit-layer: must be an integer from 1 to 10000, not '0'"),
     "no number": ([*TRAIN, "--steps", "five"], "--steps: must be an integer from 1 to 10000000, not 'five'"),
     "last layer": ([*TRAIN, "--exit-layer", "3"], "--exit-layer must be an integer from 1 to 2 for this model, not 3"),
     "rate": ([*TRAIN, "--learning-rate", "nan"], "--learning-rate: must be a number between 0 and 1, not 'nan'"),
     "device": ([*TRAIN, "--device", "tpu"], "--device: invalid choice: 'tpu'"),
     "no file": (
-        [*TRAIN, "--data", "nowhere.txt"],
+        [*TRAIN, "--dataset-path", "nowhere.txt"],
         "--dataset-path must be readable files, not nowhere.txt (No such file",
     ),
-    "little text": ([*TRAIN, "--data", "SHORT"], "--dataset-path must have at least 2 rows of up to 512 tokens, not 1"),
-    "no model": (["calibrate", "./nowhere", "--data", "DATA"], "a folder with a config.json, not './nowhere'"),
+    "little text": (
+        [*TRAIN, "--dataset-path", "SHORT"],
+        "--dataset-path must have at least 2 rows of up to 512 tokens, not 1",
+    ),
+    "no model": (["calibrate", "./nowhere", "--dataset-path", "DATA"], "a folder with a config.json, not './nowhere'"),
     "broken model": (
-        ["calibrate", "BROKEN", "--data", "DATA"],
+        ["calibrate", "BROKEN", "--dataset-path", "DATA"],
         "MODEL must be a checkpoint that transformers can load",
     ),
     "nested model": (
-        ["calibrate", "NESTED", "--data", "DATA"],
+        ["calibrate", "NESTED", "--dataset-path", "DATA"],
         "MODEL must be a checkpoint that transformers can load",
     ),
     "model without a tokenizer": (
-        ["calibrate", "TOKENLESS", "--data", "DATA"],
+        ["calibrate", "TOKENLESS", "--dataset-path", "DATA"],
         "MODEL must be a checkpoint that transformers can load",
     ),
     "broken tokenizer": (
-        ["replay", "--data", "DATA", "--tokenizer", "BROKEN"],
+        ["replay", "--dataset-path", "DATA", "--tokenizer", "BROKEN"],
         "error: MODEL must be a checkpoint that ",
     ),
     "report is a folder": (
-        ["verify-lossless", "--json", "/tmp"],
+        ["verify-lossless", "--output-json", "/tmp"],
         "--output-json must be a file in an existing folder, not ",
     ),
     "out is a file": ([*TRAIN, "--out", "SHORT"], "--out must be a writable folder, not "),
@@ -63,7 +65,7 @@ REFUSED = {
         [*CALIBRATE, "--exit-layers", "1,3"],
         "--exit-layers must be integers from 1 to 2 for this model, not [1, 3]",
     ),
-    "few tokens": ([*CALIBRATE, "--tokens", "9"], "--output-len must be at least 16 with --max-draft 8, not 9"),
+    "few tokens": ([*CALIBRATE, "--output-len", "9"], "--output-len must be at least 16 with --max-draft 8, not 9"),
     "a part that is not there": (
         [*CALIBRATE, "--also", '{"method": "jump", "head": "nowhere"}'],
         "jump: head must be a folder with the config.json of a head, not one without it (No such file or directory)",
@@ -76,7 +78,7 @@ REFUSED = {
     "no name": (["verify-lossless", "--method", '{"stages": []}'], "--method must name a method, "),
     "samples": (["verify-lossless", "--samples", "99"], "--samples: must be an integer from 100 to 10000000, not '99'"),
     "no folder": (
-        ["verify-lossless", "--json", "/nowhere/r"],
+        ["verify-lossless", "--output-json", "/nowhere/r"],
         "--output-json must be a file in an existing folder, not ",
     ),
 }
@@ -210,7 +212,6 @@ def test_help_is_light() -> None:
     code = f"""
 import sys
 from vllm_specplugins.__main__ import main, parser
-from vllm_specplugins.arguments import VLLM_NAMES
 try:
     main(["calibrate", "--help"])
 finally:
@@ -221,11 +222,9 @@ finally:
 
 
 def test_names_of_vllm() -> None:
-    """Both names of a flag mean the same. Kills: a flag that is gone too early; one that fills another field."""
-    arguments = {"--batch": "2,4", "--data": "a.jsonl", "--json": "b.json", "--prompts": "6", "--tokens": "7"}
-    assert arguments.keys() == VLLM_NAMES.keys()
-    ours = parser().parse_args(["bench", *(word for pair in arguments.items() for word in pair)])
-    named = [(VLLM_NAMES[name], value) for name, value in arguments.items()]
-    assert parser().parse_args(["bench", *(word for pair in named for word in pair)]) == ours
-    assert (ours.batch, ours.prompts, ours.tokens, ours.json.name) == ([2, 4], 6, 7, "b.json")
+    """Kills: a flag that has another name than vLLM's own commands give it; one that fills another field."""
+    given = "--max-concurrency 2,4 --dataset-path a.jsonl --output-json b.json --num-prompts 6 --output-len 7"
+    args = parser().parse_args(["bench", *given.split()])
+    assert (args.max_concurrency, args.num_prompts, args.output_len) == ([2, 4], 6, 7)
+    assert ([path.name for path in args.dataset_path], args.output_json.name) == (["a.jsonl"], "b.json")
     assert parser().parse_args(["doctor", "--json"]).json is True

@@ -75,7 +75,7 @@ def spoken(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 def test_training(tiny_model: Path, text_files: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Kills: a training, the text that is scored on, or the scoring itself without a word."""
-    arguments = ["train-jump", str(tiny_model), "--data", *map(str, text_files), "--out", str(tmp_path)]
+    arguments = ["train-jump", str(tiny_model), "--dataset-path", *map(str, text_files), "--out", str(tmp_path)]
     words = spoken([*arguments, "--steps", "20", "--row-tokens", "64", "--batch-tokens", "128"], capfd)
     assert re.search(r"^training, loss \d+\.\d+: \d+ of 20, ", words, re.MULTILINE)
     assert "writing text to score on, and scoring, " in words
@@ -85,14 +85,14 @@ def test_reading_and_playing(
     text_files: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills: `build-store`, `replay` or `check` without a word."""
-    store = ["build-store", "--tokenizer", str(DEMO_MODEL), "--data", *map(str, text_files * 10)]
+    store = ["build-store", "--tokenizer", str(DEMO_MODEL), "--dataset-path", *map(str, text_files * 10)]
     assert re.search(
         r"^reading \([\d,]+ tokens so far\), ", spoken([*store, "--out", str(tmp_path / "store")], capfd), re.MULTILINE
     )
     traffic = tmp_path / "trace.jsonl"
     traffic.write_text('{"prompt": [1, 2, 3, 4], "output": [1, 2, 3, 4, 1, 2, 3, 4]}\n' * 50)
     assert re.search(
-        r"^prompt_lookup, .*: \d+ of \d+, ", spoken(["replay", "--data", str(traffic)], capfd), re.MULTILINE
+        r"^prompt_lookup, .*: \d+ of \d+, ", spoken(["replay", "--dataset-path", str(traffic)], capfd), re.MULTILINE
     )
     (tmp_path / "slow_one.py").write_text(SLOW)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -216,15 +216,15 @@ def test_damaged_line(name: str, tmp_path: Path, refused: Any) -> None:
     """Kills: a traceback, a line that is left out in silence, a sentence that names no line."""
     row, words = DAMAGED[name]
     file = lines(tmp_path, {"prompt": [1, 2], "output": [3]}, row)
-    error = refused("replay", "--data", file, "--tokenizer", DEMO_MODEL)
+    error = refused("replay", "--dataset-path", file, "--tokenizer", DEMO_MODEL)
     assert error.startswith(f"error: --dataset-path: line 2 of {file} must {words}")
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path, refused: Any) -> None:
     """Kills: text that is taken for something else, a tokenizer that is asked for where there are only ids."""
     file = lines(tmp_path, {"prompt": [1, 2] * 4, "output": [1, 2] * 4}, {"prompt": "a", "output": "b"})
-    assert "line 2 of" in (error := refused("replay", "--data", file)) and "--tokenizer must name" in error
-    assert main(["replay", "--data", str(file), "--requests", "1", "--num-draft", "2"]) == 0
+    assert "line 2 of" in (error := refused("replay", "--dataset-path", file)) and "--tokenizer must name" in error
+    assert main(["replay", "--dataset-path", str(file), "--requests", "1", "--num-draft", "2"]) == 0
 
 
 class Reads:
@@ -245,8 +245,8 @@ def test_tokenizer_reaches_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "tools_test_replay", sys.modules[__name__])
     file = lines(tmp_path, {"prompt": CODE, "output": CODE})
     out, method = tmp_path / "out.json", json.dumps({"method": "custom", "proposer": "tools_test_replay:Reads"})
-    arguments = ["--num-draft", "2", "--methods", method, "--tokenizer", str(DEMO_MODEL), "--json", str(out)]
-    assert main(["replay", "--data", str(file), *arguments]) == 0
+    arguments = ["--num-draft", "2", "--methods", method, "--tokenizer", str(DEMO_MODEL), "--output-json", str(out)]
+    assert main(["replay", "--dataset-path", str(file), *arguments]) == 0
     rows = [row for row in json.loads(out.read_text())["rows"] if row["method"] == "custom"]
     assert rows and not any(row["num_faults"] for row in rows)
 
@@ -258,9 +258,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     data = "".join(json.dumps(row) + "\n" for _ in range(3)).encode()
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     out = tmp_path / "out.json"
-    arguments = ["--num-draft", "2,6", "--batch", "1,2", "--costs", "10:0.1", "--draft-us", "10"]
-    arguments += ["--methods", "prompt_lookup", "--json", str(out)]
-    assert main(["replay", "--data", "-", "--tokenizer", str(DEMO_MODEL), *arguments]) == 0
+    arguments = ["--num-draft", "2,6", "--max-concurrency", "1,2", "--costs", "10:0.1", "--draft-us", "10"]
+    arguments += ["--methods", "prompt_lookup", "--output-json", str(out)]
+    assert main(["replay", "--dataset-path", "-", "--tokenizer", str(DEMO_MODEL), *arguments]) == 0
     printed, found = capsys.readouterr().out, json.loads(out.read_text())
     assert "1 at a time" in printed and "2 at a time" in printed and "Predicted: prompt_lookup" in printed
     assert "3 requests say little of others" in printed and "The largest K tried is the best" in printed
@@ -359,7 +359,7 @@ def test_larger_k_while_speed_rises(tmp_path: Path, capsys: Any) -> None:
         others = texts if copies else [rng.integers(0, 30_000, 200).tolist() for _ in range(4)]
         rows = [{"prompt": text, "output": other} for text, other in zip(texts, others, strict=True)]
         out = tmp_path / f"{name}.json"
-        files = ["--data", str(lines(tmp_path, *rows)), "--json", str(out)]
+        files = ["--dataset-path", str(lines(tmp_path, *rows)), "--output-json", str(out)]
         assert main(["replay", *files, "--methods", "prompt_lookup", *costs]) == 0
         played = json.loads(out.read_text())["rows"]
         largest[name] = max(row["num_draft"] for row in played if row["method"] == "prompt_lookup")

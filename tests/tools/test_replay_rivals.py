@@ -118,7 +118,7 @@ def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[st
     docs/figures."""
     out = tmp_path / "out.json"
     files = [str(log_of(tmp_path)), str(log_of(tmp_path, "again.jsonl"))]
-    given = ["replay", "--data", *files, "--ids", "odd", "--batch", "1,4", "--json", str(out)]
+    given = ["replay", "--dataset-path", *files, "--ids", "odd", "--max-concurrency", "1,4", "--output-json", str(out)]
     assert main([*given, "--runner", "v1", *FIELD]) == 0
     printed, facts = capsys.readouterr().out, json.loads(out.read_text())
     assert "again, 4 at a time" in printed
@@ -164,7 +164,7 @@ BAD_DRAFTERS = "eagle3", "eagle3:2.14", ":2:5", "eagle3:2:65", "eagle3:2:0", "ea
 @pytest.mark.parametrize("text", BAD_DRAFTERS)
 def test_bad_drafter(text: str, refused: Any) -> None:
     """Fails if a drafter without a name, a time or a K in range is taken, or the sentence names no form."""
-    error = refused("replay", "--data", "nowhere", "--drafter", text)
+    error = refused("replay", "--dataset-path", "nowhere", "--drafter", text)
     assert error.startswith("error: --drafter must be NAME:MS[:MS_A_TOKEN]:K")
 
 
@@ -184,7 +184,9 @@ def test_bad_lengths(name: str, tmp_path: Path, refused: Any) -> None:
     row, words = BAD_LENGTHS[name]
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps({"prompt": [1], "output": [2, 3], **row}))
-    assert refused("replay", "--data", file, *FIELD).startswith(f"error: --dataset-path: line 1 of {file} must {words}")
+    assert refused("replay", "--dataset-path", file, *FIELD).startswith(
+        f"error: --dataset-path: line 1 of {file} must {words}"
+    )
 
 
 def read(*files: Path) -> list[tuple[str, str | None]]:

@@ -18,7 +18,7 @@ from vllm_specplugins.tools.training.scores import Text
 
 LAYERS = [0, 2]
 ROW = [0, 40, 50, 60, 300, 301, 7, 90, 12, 15, 40, 50]
-OPTIONS = ["--prompts", "6", "--tokens", "24", "--prompt-tokens", "32", "--max-draft", "4"]
+OPTIONS = ["--num-prompts", "6", "--output-len", "24", "--prompt-tokens", "32", "--max-draft", "4"]
 
 
 @pytest.fixture(scope="session")
@@ -126,9 +126,9 @@ def test_command(
         return run(*arguments, **state)
 
     monkeypatch.setattr(skipping, "dropped_one", counted)
-    command = ["calibrate", str(idle_model), "--data", *map(str, text_files), *OPTIONS, "--layers", "1,2"]
-    assert main([*command, "--json", str(file)]) == 130
-    assert main([*command, "--json", str(file)]) == 0
+    command = ["calibrate", str(idle_model), "--dataset-path", *map(str, text_files), *OPTIONS, "--layers", "1,2"]
+    assert main([*command, "--output-json", str(file)]) == 130
+    assert main([*command, "--output-json", str(file)]) == 0
     assert trials == [[], [1], [1]]
     one, two = json.loads(file.read_text())["subsets"]
     assert two["layers"] == LAYERS and two["match_rate"] == 1.0 and two["tokens_per_step"] == two["num_draft"] + 1 == 5
@@ -138,9 +138,12 @@ def test_command(
     best = json.loads(printed.rpartition("--speculative-config '")[2].partition("'")[0])
     assert parse_config(best).method_config.exit_layer == 2 or two["guess"] < one["guess"]
     other = [name if name != "24" else "20" for name in command]
-    assert main([*other, "--json", str(file)]) == 0 and trials[3:] == [[], [json.loads(file.read_text())["dropped"][0]]]
+    assert main([*other, "--output-json", str(file)]) == 0 and trials[3:] == [
+        [],
+        [json.loads(file.read_text())["dropped"][0]],
+    ]
 
 
 def test_refused(tiny_model: Path, text_files: list[Path], capsys: Any) -> None:
-    assert main(["calibrate", str(tiny_model), "--data", str(text_files[0]), *OPTIONS, "--layers", "1,3"]) == 2
+    assert main(["calibrate", str(tiny_model), "--dataset-path", str(text_files[0]), *OPTIONS, "--layers", "1,3"]) == 2
     assert "error: --layers must be from 1 to 2 for this model, not [1, 3].\n" in capsys.readouterr().err

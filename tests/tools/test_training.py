@@ -133,7 +133,7 @@ def test_schedule() -> None:
 
 def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.Namespace:
     return argparse.Namespace(
-        model=str(model), data=data, out=out, exit_layer=1, steps=steps, batch_tokens=64, row_tokens=64,
+        model=str(model), dataset_path=data, out=out, exit_layer=1, steps=steps, batch_tokens=64, row_tokens=64,
         learning_rate=0.01, heldout=0.2, device="cpu", seed=0, command="train-exit-head",
     )  # fmt: skip
 

@@ -88,7 +88,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Exit status and report, with one method."""
     method = () if "--method" in options else ("--method", "prompt_lookup")
-    status = main(["verify-lossless", "--samples", "1000", "--json", str(path / "report.json"), *method, *options])
+    status = main(
+        ["verify-lossless", "--samples", "1000", "--output-json", str(path / "report.json"), *method, *options]
+    )
     return status, json.loads((path / "report.json").read_text())
 
 

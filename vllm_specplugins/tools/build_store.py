@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     records, num_tokens = list[bytes](), 0
     with progress() as bars:
         task = bars.add_task("reading", total=None)
-        for sample in answered(args.data, lambda: tokenizer, vocab_size):
+        for sample in answered(args.dataset_path, lambda: tokenizer, vocab_size):
             bars.update(task, advance=1, description=f"reading ({num_tokens:,} tokens so far)")
             ids = np.array(sample.output, np.int32)
             num_tokens += len(ids)

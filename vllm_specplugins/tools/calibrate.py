@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     check_json(args)
     for config in filter(is_ours, methods.values()):  # before minutes of work
         _check_parts(parse_config(config))
-    args.batch, args.temperature, args.ignore_eos = [1], [0.0], False
+    args.max_concurrency, args.temperature, args.ignore_eos = [1], [0.0], False
     args.trace, args.rate, args.load_format = None, [], None
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}
     if args.layers:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     workload, layers = pick_prompts(args), pick_layers(args)
     with progress() as bars:
         bars.add_task("comparing exits with the model", total=None)
-        rows = exit_rows(args, layers, workload.take(args.prompts))
+        rows = exit_rows(args, layers, workload.take(args.num_prompts))
         bars.remove_task(bars.task_ids[-1])
         best = sorted(rows, key=lambda row: -row.guess)[: args.exits]
         report = measure(args, {NONE: None, **configs(best, methods)}, [workload], bars, together=False)
@@ -81,11 +81,11 @@ def _check_parts(config: SpecConfig) -> None:
 
 
 def pick_prompts(args: argparse.Namespace) -> Workload:
-    if args.tokens < (least := args.max_draft + MIN_STEPS):
+    if args.output_len < (least := args.max_draft + MIN_STEPS):
         raise ConfigError(
-            f"--output-len must be at least {least} with --max-draft {args.max_draft}, not {args.tokens}."
+            f"--output-len must be at least {least} with --max-draft {args.max_draft}, not {args.output_len}."
         )
-    rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)
+    rows = token_rows(args.dataset_path, load_tokenizer(args.model), args.prompt_tokens)
     if not rows:
         raise ConfigError(f"--dataset-path must have at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
     return Workload("data", [rows[index] for index in every_nth(len(rows), num_prompts(args))])
@@ -108,7 +108,7 @@ def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence
     texts, least = list[Text](), args.max_draft + MIN_STEPS
     for length in sorted(set(map(len, prompts))):
         alike = [prompt for prompt in prompts if len(prompt) == length]
-        texts += write_texts(base, alike, 0.0, length, length + args.tokens)
+        texts += write_texts(base, alike, 0.0, length, length + args.output_len)
     if (longest := max(len(text.row) - text.begin for text in texts)) < least:
         raise ConfigError(
             f"--dataset-path must have text that the model continues by at least {least} tokens, not by {longest}."

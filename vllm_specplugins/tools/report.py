@@ -59,8 +59,8 @@ def versions(*packages: str) -> dict[str, str]:
 
 def check_json(args: argparse.Namespace) -> None:
     """Raises ConfigError, before any work, if --output-json cannot be written."""
-    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ConfigError(f"--output-json must be a file in an existing folder, not {args.json}.")
+    if args.output_json and (args.output_json.is_dir() or not args.output_json.parent.is_dir()):
+        raise ConfigError(f"--output-json must be a file in an existing folder, not {args.output_json}.")
 
 
 @contextmanager

@@ -102,23 +102,23 @@ def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) ->
         texts = answers_of(base, prompts, args)
         searched = [Answer(base, text) for index, text in enumerate(texts) if (index + 1) % HELD_OUT]
         facts = {"model": args.model, "answers": zlib.crc32(json.dumps([text.row for text in texts]).encode())}
-        state = resumed(args.json, facts) or {"dropped": [], "scores": [HIGHEST] * base.num_layers}
+        state = resumed(args.output_json, facts) or {"dropped": [], "scores": [HIGHEST] * base.num_layers}
         bars.update(task, description="dropping layers", total=base.num_layers - fewest)
         while (num_dropped := len(state["dropped"])) < base.num_layers - fewest:
             state = dropped_one(searched, **state)
             bars.update(task, completed=num_dropped + 1)
-            write_json(args.json, {**facts, **state})
+            write_json(args.output_json, {**facts, **state})
         bars.remove_task(task)
         bars.add_task("scoring held-out answers", total=None)
         heldout = [Answer(base, text) for text in texts[HELD_OUT - 1 :: HELD_OUT]]
         subsets = [subset(heldout, state, size, args.max_draft) for size in args.layers]
-    write_json(args.json, {**facts, **state, "subsets": [asdict(row) for row in subsets]})
+    write_json(args.output_json, {**facts, **state, "subsets": [asdict(row) for row in subsets]})
     show(subsets)
 
 
 def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[Text]:
     """The model's greedy continuation of each prompt."""
-    texts = [write_texts(base, [prompt], 0.0, len(prompt), len(prompt) + args.tokens)[0] for prompt in prompts]
+    texts = [write_texts(base, [prompt], 0.0, len(prompt), len(prompt) + args.output_len)[0] for prompt in prompts]
     whole = [text for text in texts if len(text.row) - text.begin > args.max_draft]
     if len(whole) < HELD_OUT:
         raise ConfigError(

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 judged += verification.judge(draw, method)
     report = Report(judged, {"samples": args.samples, "seed": args.seed, "methods": methods})
     report.show()
-    write_json(args.json, report.facts)
+    write_json(args.output_json, report.facts)
     return 0 if report.is_lossless else 1
 
 

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if speculation changed an output."""
     if not args.trace and (args.rate or args.drafter):
         raise ConfigError("--rate and --drafter need --trace.")
-    if args.trace and (args.workloads or args.data):
+    if args.trace and (args.workloads or args.dataset_path):
         raise ConfigError("remove --workloads and --dataset-path: the log of --trace is the workload.")
     configs = pick_methods(args.methods or (LOOKUPS if args.trace else [*LOOKUPS, "cascade"]))
     if not args.model and not (CHAT_MODEL / "config.json").is_file():
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_json(args)
     workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
     log = workloads[0].log
-    args.tokens = args.tokens or (max(map(len, log.outputs)) if log else TOKENS)
+    args.output_len = args.output_len or (max(map(len, log.outputs)) if log else TOKENS)
     with progress() as bars:
         report = measure(args, configs, workloads, bars, fit_together(args.model, len(configs)))
     return tell(args, report)
@@ -65,7 +65,7 @@ def measure(
     arguments, turns = engine_arguments(args, len(groups[0]), workloads), Turns()
     cells = [
         (workload, Cell(workload.name, batch, temperature))
-        for temperature in args.temperature for workload in workloads for batch in args.batch
+        for temperature in args.temperature for workload in workloads for batch in args.max_concurrency
     ]  # fmt: skip
     cells += [(workload, Cell(workload.name, MAX_OPEN, 0.0, rate)) for workload in workloads for rate in args.rate]
     logs = {workload.name: workload.log.outputs for workload in workloads if workload.log}
@@ -96,12 +96,12 @@ def measure(
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: Turns) -> list[Traffic]:
     """The traffic of the warm-up and of each round. Each round has a separate tenant and, except for a log, new
     prompts. For a cell with a rate, the `turns` of no speculation show how much traffic it can serve."""
-    rounds, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
+    rounds, log = workload.rounds(max(args.num_prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
             prompts=prompts,
             temperature=cell.temperature,
-            output_lengths=[*map(len, log.outputs)] if log else args.tokens,
+            output_lengths=[*map(len, log.outputs)] if log else args.output_len,
             at_a_time=cell.batch,
             ignore_eos=args.ignore_eos or log is not None,
             salt=f"{cell}, round {index}",
@@ -124,29 +124,31 @@ def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
     """The tasks that the user names, and the user's files; DEFAULT if there are neither."""
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
-    names: Sequence[str] = args.workloads or (() if args.data else DEFAULT)
+    names: Sequence[str] = args.workloads or (() if args.dataset_path else DEFAULT)
     tasks = [make_workload(name, tokenizer, count) for name in names]
-    return tasks + [its for file in args.data for its in read_workloads(file, tokenizer, count, args.prompt_tokens)]
+    return tasks + [
+        its for file in args.dataset_path for its in read_workloads(file, tokenizer, count, args.prompt_tokens)
+    ]
 
 
 def num_prompts(args: argparse.Namespace) -> int:
     """The number of prompts of a workload, including the warm-up's."""
-    return int(max(args.prompts, *args.batch) * (1 + args.rounds))
+    return int(max(args.num_prompts, *args.max_concurrency) * (1 + args.rounds))
 
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; the user's take precedence. Raises ConfigError if a prompt and its output exceed the
     model's length."""
     longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
-    context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
-    if longest + args.tokens > context:
+    context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.output_len
+    if longest + args.output_len > context:
         raise ConfigError(
-            f"--output-len must be at most {max(0, context - longest)} after these prompts, not {args.tokens}."
+            f"--output-len must be at most {max(0, context - longest)} after these prompts, not {args.output_len}."
         )
     return {
         "model": args.model,
-        "max_model_len": min(context, longest + args.tokens + MAX_NUM_SPECULATIVE_TOKENS),
-        "max_num_seqs": MAX_OPEN if args.rate else max(args.batch),
+        "max_model_len": min(context, longest + args.output_len + MAX_NUM_SPECULATIVE_TOKENS),
+        "max_num_seqs": MAX_OPEN if args.rate else max(args.max_concurrency),
         **({"skip_tokenizer_init": True} if args.trace else {}),
         **({"load_format": args.load_format} if args.load_format else {}),
         "gpu_memory_utilization": round(MEMORY_SHARE / num_engines, 3),

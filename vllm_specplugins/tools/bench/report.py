@@ -164,7 +164,7 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
         "chosen": chosen,
         **(more or {}),
     }
-    write_json(args.json, facts)
+    write_json(args.output_json, facts)
     return 0 if report.is_lossless else 1
 
 

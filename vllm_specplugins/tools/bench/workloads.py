@@ -80,9 +80,9 @@ def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> 
     """The requests of a log, with the outputs that engines must emit. Raises ConfigError for a method, a temperature or
     a log with which that is impossible."""
     _check_forced(args, configs)
-    vocab_size, count, rows = load_config(args.model).vocab_size, max(args.prompts, *args.batch), []
+    vocab_size, count, rows = load_config(args.model).vocab_size, max(args.num_prompts, *args.max_concurrency), []
     for sample in islice((sample for sample in answered([args.trace], _no_tokenizer) if sample.prompt), count):
-        output = (sample.output or [])[: args.tokens]
+        output = (sample.output or [])[: args.output_len]
         if (highest := max([*sample.prompt, *output])) >= vocab_size:
             raise ConfigError(f"--trace: {sample.place} must have token ids below {vocab_size}, not {highest}.")
         try:

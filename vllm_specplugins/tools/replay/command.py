@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     with progress() as bars:
         reading = bars.add_task("reading", total=None)
         chosen = Chosen(args.requests, args.ids, args.max_output, drafter.name if drafter else None)
-        files = {file.stem: [file] for file in args.data} if args.by_file else {"": args.data}
+        files = {file.stem: [file] for file in args.dataset_path} if args.by_file else {"": args.dataset_path}
         advance = partial(bars.advance, reading)
         tasks = {task: read_traffic(paths, tokenizer, chosen, advance) for task, paths in files.items()}
         bars.remove_task(reading)
@@ -80,30 +80,30 @@ def play(
 ) -> list[Row]:
     """Yields a row for each batch size and candidate, no speculation first. Unless the user sets K, K rises while the
     speed rises."""
-    task = bars.add_task("no speculation", total=len(traffic.histories) * len(args.batch) * (1 + len(compared)))
+    batches = args.max_concurrency
+    task = bars.add_task("no speculation", total=len(traffic.histories) * len(batches) * (1 + len(compared)))
     advance = partial(bars.advance, task)
 
     def load(batch: int, host: CostTable, waits: bool = False) -> Load:
         return Load(costs, batch, args.draft_us, *((host, waits) if costs is H100 else ()))
 
-    plain = {batch: simulate(traffic, None, 0, load(batch, NO_SPECULATION), advance=advance) for batch in args.batch}
+    plain = {batch: simulate(traffic, None, 0, load(batch, NO_SPECULATION), advance=advance) for batch in batches}
     rows = [row_of(None, batch, totals, totals) for batch, totals in plain.items()]
     drafter = next((candidate.drafter for candidate in compared if candidate.drafter), None)
     others = {
-        batch: {rival: _played(traffic, rival, load(batch, LOOKUP)) for rival in rivals(drafter)}
-        for batch in args.batch
+        batch: {rival: _played(traffic, rival, load(batch, LOOKUP)) for rival in rivals(drafter)} for batch in batches
     }
-    rows += [row_of(rival, batch, its, plain[batch]) for batch in args.batch for rival, its in others[batch].items()]
+    rows += [row_of(rival, batch, its, plain[batch]) for batch in batches for rival, its in others[batch].items()]
     for (method, policy), sizes in groupby(compared, lambda candidate: (candidate.method, candidate.policy)):
         gains: list[float] = []
         for candidate in sizes:
             if not args.num_draft and is_past(gains):
-                advance(len(traffic.histories) * len(args.batch))
+                advance(len(traffic.histories) * len(batches))
                 continue
             if not gains:  # compilers and caches warm up
                 _played(traffic.first(1), candidate, Load(costs), text=text)
             host, new = NO_SPECULATION if candidate.waits else LOOKUP, list[Row]()
-            for batch in args.batch:
+            for batch in batches:
                 bars.update(task, description=f"{method}, {policy}, K = {candidate.num_draft}, {batch} at a time")
                 its_load = load(batch, host, candidate.waits)
                 totals = _played(traffic, candidate, its_load, text=text, advance=advance)

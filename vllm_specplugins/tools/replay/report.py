@@ -143,7 +143,7 @@ def tell(args: argparse.Namespace, rows: list[Row], played: Sequence[Candidate],
         "notes": notes,
         "advice": advice,
     }
-    write_json(args.json, facts)
+    write_json(args.output_json, facts)
 
 
 def _figures(row: Row) -> list[str]:

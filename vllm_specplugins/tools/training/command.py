@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
     reading = bars.add_task("reading text", total=None)
-    rows = token_rows(args.data, load_tokenizer(args.model), args.row_tokens)
+    rows = token_rows(args.dataset_path, load_tokenizer(args.model), args.row_tokens)
     bars.remove_task(reading)
     if len(rows) < 2:
         raise ConfigError(
