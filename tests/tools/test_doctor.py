@@ -175,3 +175,21 @@ def test_plugins_that_vllm_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     sentences = [finding.value for finding in diagnose(None, None) if finding.state == PROBLEM]
     assert sentences == ["VLLM_PLUGINS must include specplugins, not 'another' alone"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, None),
+        ({"tree": 7}, "tree"),
+        ({"tree": 7, "draft_sample_method": "probabilistic", "rejection": "rounds"}, "tree, rejection 'rounds'"),
+        ({"method": "cascade", "stages": ["prompt_lookup", EARLY], "policy": "verify"}, "policy 'verify'"),
+        ({"method": "lookahead"}, "lookahead"),
+        ({"method": "suffix_lookup", "shared": "redis://host:6379"}, "shared"),
+    ],
+)
+def test_research(more: dict[str, Any], words: str | None) -> None:
+    """Kills: a feature without a figure of a gain that looks like the others."""
+    raw = {**({} if "method" in more else EARLY), **more}
+    values = [found.value for found in diagnose(raw, None) if found.name == "research"]
+    assert values == ([] if words is None else [f"no figure shows that {words} makes a server faster"])

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_specplugins import __version__
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, one_line
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, methods_of, one_line
 from vllm_specplugins.config.fields import check_names
 from vllm_specplugins.custom import registrations
 from vllm_specplugins.engine.frontend import fallback
@@ -187,6 +187,17 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
         for part in config.parts
     ):
         yield Finding("early_exit", UNTRAINED, ADVICE)
+    if names := _research(config):
+        yield Finding("research", f"no figure shows that {', '.join(names)} makes a server faster", ADVICE)
+
+
+def _research(config: SpecConfig) -> list[str]:
+    """What a configuration uses without a figure of ours that shows a gain in speed (docs/research/figures.md)."""
+    parts = [config.method_config, *(stage.method_config for stage in config.stages)]
+    names = [name for name in ("tree", "look_ahead", "learn", "shared") if any(getattr(x, name, None) for x in parts)]
+    values = ("policy", "verify"), ("rejection", "rounds")
+    names += [f"{name} {value!r}" for name, value in values if any(getattr(x, name, None) == value for x in parts)]
+    return names + [name for name in methods_of(config) if name == "lookahead"]
 
 
 def _runner(asked: Mapping[str, Any], model: str | None, serve: Sequence[str]) -> Iterator[Finding]:
