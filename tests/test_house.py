@@ -56,8 +56,8 @@ FEATURES = {
             "vllm_specplugins/proposers/lookahead",
             "vllm_specplugins/proposers/tree",
         ),
-        "longest_chain num_branches verify_drafts tree",
-        17,
+        "longest_chain verify_drafts tree",
+        10,
         10,
     ),
     "learning": Feature(
@@ -70,17 +70,17 @@ FEATURES = {
             "vllm_specplugins/tools/training",
         ),
         "learn is_trained readings training when_loaded",
-        10,
+        8,
         8,
     ),
     "grammar": Feature(
         ("vllm_specplugins/engine/grammar/", "vllm_specplugins/proposers/grammar"),
-        "forced forces_tokens forcing_stage num_forced add_forced forced_in put_forced ForcedDraft",
-        16,
+        "forced forces_tokens put_forced ForcedDraft",
+        7,
         8,
     ),
     "remote": Feature(("vllm_specplugins/proposers/remote/",), "redis_url", 3, 6),
-    "look-ahead": Feature(("vllm_specplugins/proposers/heads/look_ahead",), "look_ahead one_pass enters_states", 9, 8),
+    "look-ahead": Feature(("vllm_specplugins/proposers/heads/look_ahead",), "look_ahead one_pass enters_states", 8, 8),
     "built-in drafters": Feature(
         (
             "vllm_specplugins/cascade/built_in",

@@ -13,8 +13,6 @@ from vllm_specplugins.draft import Feedback
 
 Ints = npt.NDArray[np.int64]
 
-Forced = Mapping[str, tuple[int, Sequence[int]]]  # by request, the tokens of its draft before forced ones, and these
-
 
 @dataclass(slots=True)
 class StageCounters:
@@ -121,23 +119,6 @@ class Counters:
             self.whole.drafted += requests * length
             count(self.draft_lengths, length, requests)
         self.whole.kept = self.whole.drafted
-
-    def add_forced(self, feedback: Feedback, forced: Forced, stage: StageCounters) -> None:
-        """Counts one step's verification of forced tokens after drafts; call it after `add`. `forced` maps a request to
-        the number of draft tokens before its forced ones; `stage` is the forcing stage, or `whole` if there is no
-        other."""
-        fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
-        for request_id, num_draft, num_accepted in fates:
-            count(self.draft_lengths, num_draft)
-            start, _ = forced.get(request_id, (num_draft, ()))
-            stage.drafts += num_draft > start
-            stage.drafted += max(0, num_draft - start)
-            if stage is not self.whole:
-                stage.verified = stage.drafted
-                stage.accepted += max(0, num_accepted - start)
-                for position in range(start, num_accepted):
-                    count(stage.accepted_at, position)
-        stage.kept = stage.drafted
 
 
 class RequestRates:

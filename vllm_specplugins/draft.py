@@ -172,7 +172,7 @@ class Feedback:
         num_draft: [num_reqs] int32, verified draft tokens.
         num_accepted: [num_reqs] int32, accepted draft tokens.
         step_ms: the step's time without drafting; None unless the step only decoded.
-        num_forced: the numbers of verified and accepted tokens that a later stage forced after these drafts.
+        num_others: the numbers of verified and accepted tokens that others added after these drafts.
         mixed_ms: the time of a step that also read prompts, times the requests' share of its tokens.
     """
 
@@ -180,7 +180,7 @@ class Feedback:
     num_draft: Int32Array
     num_accepted: Int32Array
     step_ms: float | None = None
-    num_forced: tuple[int, int] = (0, 0)
+    num_others: tuple[int, int] = (0, 0)
     mixed_ms: float | None = None
 
 

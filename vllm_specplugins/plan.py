@@ -60,6 +60,8 @@ class Plan:
         scheduler: our scheduler; None: the user's.
         speculator: ours, on Model Runner V2.
         untrimmed_for: why the device does not trim drafts; None: vLLM's adaptive verification trims them there.
+        scheduler_stage: the index of the stage whose tokens the scheduler adds after the drafts of the others, if any.
+        scheduler_alone: whether there are no others.
     """
 
     place: Place
@@ -71,10 +73,17 @@ class Plan:
     speculator: str
     chooser: Chooser
     untrimmed_for: str | None
+    scheduler_stage: int | None
+    scheduler_alone: bool
 
     @property
     def on_device(self) -> bool:
         return self.place is not Place.HOST
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts may branch."""
+        return self.speculator in (TREES, LOOKAHEAD)
 
     @property
     def scheduler_chooses(self) -> bool:
@@ -96,7 +105,8 @@ def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
     host_reason = _host_reason(config, engine)
     on_device = engine.use_v2_model_runner and host_reason is None
     has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
-    is_async, schedule = _schedule(engine, host_reason is not None, any(forces_tokens(config)))
+    forces = forces_tokens(config)
+    is_async, schedule = _schedule(engine, host_reason is not None, any(forces))
     return Plan(
         place=(Place.GRAPH if has_graphs else Place.EAGER) if on_device else Place.HOST,
         host_reason=host_reason if engine.use_v2_model_runner else "Model Runner V1 drafts there",
@@ -107,6 +117,8 @@ def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
         speculator=_speculator(config, on_device),
         chooser=_chooser(config, engine, on_device),
         untrimmed_for=_untrimmed_for(config, engine, on_device),
+        scheduler_stage=forces.index(True) if any(forces) else None,
+        scheduler_alone=all(forces),
     )
 
 

@@ -95,7 +95,7 @@ def test_ids_on_v2() -> None:
     from vllm_specplugins.engine.v2.speculators.base import Speculator
 
     calls: list[str] = []
-    speculator: Any = SimpleNamespace(is_off=False, runs_target=False, num_speculative_steps=2, readings=None)
+    speculator: Any = SimpleNamespace(is_off=False, runs_target=False, num_speculative_steps=2, watchers=[])
     speculator.session, speculator._last_hidden_states = SimpleNamespace(is_warming_up=False), None
     speculator.draft_tokens = torch.zeros(2, 2, dtype=torch.int64)
     speculator._rehearse = lambda *_: calls.append("rehearses")

@@ -336,7 +336,7 @@ def test_q_of_forced_tokens() -> None:
     verifier._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"]))
     verifier._rejection, drawn = "token", torch.randn(2, 2, 6)
     verifier.save_q(["b", "a"], drawn)
-    verifier.forced = {"a": (1, [3, 4]), "c": (0, [5])}
+    verifier._session = SimpleNamespace(forced={"a": (1, [3, 4]), "c": (0, [5])})
     rows = Rows([3, 2, 1], [1, 3, 4, 2, 2, 5], np.zeros(3, np.int64), torch.device("cpu"))
     q = verifier._q(rows, 3)
     assert q is not None and torch.equal(q[0, :1], drawn[1, :1]) and torch.equal(q[1, :2], drawn[0])
@@ -357,7 +357,7 @@ def test_q_of_cut_drafts() -> None:
         verifier = Verifier.__new__(Verifier)
         verifier._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "new", "b"]))
         verifier.save_q(["b", "a"], drawn)
-        verifier.forced = {"a": (4, tokens[4:num_a])}
+        verifier._session = SimpleNamespace(forced={"a": (4, tokens[4:num_a])})
         fed = [*tokens[:num_a], *tokens[:num_b]]
         rows = Rows([num_a, 0, num_b], fed, np.zeros(3, np.int64), torch.device("cpu"))
         q = verifier._q(rows, max(num_a, num_b))

@@ -133,7 +133,7 @@ def test_what_was_sampled_since_is_dropped(steps: Steps, since: int) -> None:
     assert steps.drafts(2, 0) == expected and steps.drafts(1) == [[]]
     assert steps.drafts(2, 0, most=2) == [tokens[:2] for tokens in expected]
     found = steps.late.match(torch.tensor([2, 0]), torch.tensor([K, 0], dtype=torch.int32))
-    assert found.match_length.tolist() == [1 + since * (K + 1), 0] and found.num_draft.tolist() == [K, 0]
+    assert found.confidence[:, 0].tolist() == [1 + since * (K + 1), 0] and found.num_draft.tolist() == [K, 0]
 
 
 def test_a_draft_that_was_wrong(steps: Steps) -> None:

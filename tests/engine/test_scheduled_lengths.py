@@ -215,7 +215,7 @@ def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> 
     scheduler._has_options, scheduler._plans_whole, scheduler._lengths = False, False, None
     scheduler.num_spec_tokens, scheduler.max_model_len, scheduler._drafted = most, 9 + room, 0
     scheduler._scheduled, scheduler.max_num_scheduled_tokens = set(), 1024
-    scheduler._has_graphs, scheduler._num_branches = attributes.pop("has_graphs", True), 0
+    scheduler._has_graphs, scheduler._num_beside = attributes.pop("has_graphs", True), 0
     state = {"num_tokens": 8, "num_prompt_tokens": 5, "max_tokens": 1000, "use_structured_output": False} | attributes
     params = SimpleNamespace(max_tokens=1000, extra_args=None)
     scheduler.requests = {

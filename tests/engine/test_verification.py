@@ -269,3 +269,21 @@ def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     for config in (SimpleNamespace(plugin_config=ours, target_model_config=model), SimpleNamespace()):
         with pytest.raises(VLLMValidationError, match="min_p"):
             params._validate_spec_decode(config)
+
+
+def test_who_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a value that nobody understands; drafts with a q that vLLM never gets."""
+    from vllm_specplugins.config import ConfigError
+    from vllm_specplugins.engine.verify import check_verifier, verifies
+    from vllm_specplugins.parsing import parse_config
+
+    drawn = parse_config({"method": "early_exit", "exit_layer": 1, "draft_sample_method": "probabilistic"})
+    for value, ours in (("", True), ("plugin", True), ("vllm", False)):
+        monkeypatch.setenv("VLLM_SPECPLUGINS_VERIFICATION", value)
+        check_verifier(parse_config(PROMPT_LOOKUP))
+        assert verifies() == ours
+    with pytest.raises(ConfigError, match="must be plugin with 'probabilistic' drafts, not vllm"):
+        check_verifier(drawn)
+    monkeypatch.setenv("VLLM_SPECPLUGINS_VERIFICATION", "fused")
+    with pytest.raises(ConfigError, match="must be plugin or vllm, not 'fused'"):
+        check_verifier(drawn)

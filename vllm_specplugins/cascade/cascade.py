@@ -197,8 +197,8 @@ class Cascade(StageProposer):
             gate.add_drafting(index, ms, num_tokens)
         num_reqs = len(feedback.request_ids)
         num_draft, num_accepted = (int(num.sum()) for num in (feedback.num_draft, feedback.num_accepted))
-        num_forced, num_right = feedback.num_forced
-        gate.add_step(num_reqs, step_ms, drafting_ms, num_draft + num_forced, num_reqs + num_accepted + num_right)
+        num_others, num_right = feedback.num_others
+        gate.add_step(num_reqs, step_ms, drafting_ms, num_draft + num_others, num_reqs + num_accepted + num_right)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         self._tracker.clear(self._rows.forget(request_ids))

@@ -61,9 +61,9 @@ class SpecConfig:
         return self.common.num_speculative_tokens
 
     @property
-    def num_branches(self) -> int:
-        """Nodes of a tree beside its longest path."""
-        return self.length - self.longest_chain if self.longest_chain else 0
+    def longest_path(self) -> int:
+        """The largest number of a draft's tokens that may all be accepted: fewer than K where drafts branch."""
+        return self.longest_chain or self.length
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:

@@ -6,7 +6,6 @@ dropped token from the stage with the largest count at that position."""
 from collections import Counter
 from typing import Any
 
-from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.messages import Emitted, facts_of, news_of
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 from vllm_specplugins.engine.metrics.steps import StepWatch
@@ -100,8 +99,3 @@ class CountsEmitted(Switched, MakesRoom):
 
 
 NEVER = [-1]  # a worker's draft for a request that can verify one position only
-
-
-def forced_in(scheduler_output: Any) -> Forced:
-    forced = news_of(scheduler_output).forced
-    return {draft.request_id: (draft.num_before, draft.token_ids) for draft in forced}

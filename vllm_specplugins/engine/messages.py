@@ -1,7 +1,7 @@
 """What the scheduler and the workers tell each other beside vLLM's fields: one object each way, an attribute of
 SchedulerOutput and of ModelRunnerOutput. vLLM pickles both in each step, so the objects are small."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,10 @@ class Emitted(NamedTuple):
 
     num_steps: int = 0
     dropped: tuple[int, ...] = ()
+
+
+# By request, the tokens of its draft before those that the scheduler adds, and these.
+Forced = Mapping[str, tuple[int, Sequence[int]]]
 
 
 class ForcedDraft(NamedTuple):

@@ -90,7 +90,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         self._planned: dict[str, int] = {}
         config = self.vllm_config.speculative_config.plugin_config
         # Drafts that branch are verified whole: nothing trims them later.
-        self._plans_whole, self._num_branches = config.longest_chain > 0, config.num_branches
+        self._plans_whole, self._num_beside = config.longest_chain > 0, config.length - config.longest_path
         has_graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         self._has_graphs = has_graphs and not self._plans_whole
         self._has_options = False  # whether any live request was added with some
@@ -140,5 +140,5 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def _limits_of(self, request: Any) -> RequestLimits:
         """The limits of the request's current turn: a session's limits change."""
-        limits = request.num_prompt_tokens, self.max_model_len, self._num_branches
+        limits = request.num_prompt_tokens, self.max_model_len, self._num_beside
         return RequestLimits.of(request.sampling_params, *limits)

@@ -46,7 +46,7 @@ def shapes_of(vllm_config: Any) -> Shapes:
         samples=config.draft_sample_method == "probabilistic",
         looks_up=config.use_ngram(),
         trims=config.enable_adaptive_verification,
-        heads=heads if config.plugin_config.longest_chain else None,
+        heads=heads if config.plan.branches else None,
         runs_target=config.runs_target,
         cascades=config.plan.on_device and bool(config.plugin_config.stages),
         num_slots=vllm_config.scheduler_config.max_num_seqs,

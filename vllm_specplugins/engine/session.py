@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_specplugins.counters import Counters, Forced, RequestRates, StageCounters
+from vllm_specplugins.counters import Counters, RequestRates, StageCounters, count
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.messages import Emitted, StepFacts
+from vllm_specplugins.engine.messages import Emitted, Forced, StepFacts, StepNews
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.stage import stage_of
 
@@ -46,19 +46,25 @@ class Session:
     """Adapters call the proposer through it, and it counts."""
 
     barrier: FaultBarrier
-    forcing_stage: int = 0  # the index of the stage for which tokens count that the scheduler adds
+    scheduler_stage: int | None = None  # for which tokens count that the scheduler adds after drafts, if it may
     rates: Rates = field(default_factory=RequestRates)  # of acceptance, by request
     tally: DeviceCounts | None = None
     budget: Trims | None = None  # trims drafts on the device
     late: Settles | None = None  # drafts in a thread
     emitted: Emitted | None = None
     facts: StepFacts = field(default_factory=StepFacts)  # of this step
-    forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
+    forced: Forced | None = None  # those of this step
     is_warming_up: bool = False  # then a request's name may be anything
     undrafted: str | None = None  # why the newest call drafted nothing
     paused_ms: float = 0.0  # time of this step in which the engine stood still
     when_loaded: Callable[[], None] = lambda: None  # called once the target is loaded
     _logged_at: float = field(default_factory=time.monotonic)
+
+    def read(self, news: StepNews) -> None:
+        """Takes what the scheduler sends with a step."""
+        self.emitted = news.emitted or self.emitted  # vLLM's warm-up has none
+        if self.scheduler_stage is not None:
+            self.forced = {draft.request_id: (draft.num_before, draft.token_ids) for draft in news.forced}
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
         """Counts the outcome of the last drafts and returns valid drafts for this step."""
@@ -91,14 +97,30 @@ class Session:
         """Counts the verification of one step, including requests for which only the scheduler drafts."""
         self.barrier.counters.add(feedback)
         if self.forced is not None:
-            self.barrier.counters.add_forced(feedback, self.forced, self._forcing)
+            self._count_forced(feedback, self.forced)
             self._forcing.asked += num_asked
         self.rates.add(feedback)
 
     @cached_property
     def _forcing(self) -> StageCounters:
         counters = self.barrier.totals()
-        return list(counters.stages.values())[self.forcing_stage] if counters.stages else counters.whole
+        return list(counters.stages.values())[self.scheduler_stage or 0] if counters.stages else counters.whole
+
+    def _count_forced(self, feedback: Feedback, forced: Forced) -> None:
+        """Counts one step's verification of the scheduler's tokens after drafts, which are counted already."""
+        counters, stage = self.barrier.counters, self._forcing
+        fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
+        for request_id, num_draft, num_accepted in fates:
+            count(counters.draft_lengths, num_draft)
+            start, _ = forced.get(request_id, (num_draft, ()))
+            stage.drafts += num_draft > start
+            stage.drafted += max(0, num_draft - start)
+            if stage is not counters.whole:
+                stage.verified = stage.drafted
+                stage.accepted += max(0, num_accepted - start)
+                for position in range(start, num_accepted):
+                    count(stage.accepted_at, position)
+        stage.kept = stage.drafted
 
     def log(self) -> None:
         """Logs the totals every LOG_EVERY_S seconds; adapters call it in every step."""
@@ -133,5 +155,5 @@ def _without_forced(feedback: Feedback, forced: Forced) -> Feedback:
         forced[id_][0] if id_ in forced else num for id_, num in zip(feedback.request_ids, numbers[0], strict=True)
     ]
     num_draft, num_accepted = (np.minimum(num, np.array(starts, np.int32)) for num in numbers)
-    num_forced = int((numbers[0] - num_draft).sum()), int((numbers[1] - num_accepted).sum())
-    return replace(feedback, num_draft=num_draft, num_accepted=num_accepted, num_forced=num_forced)
+    num_others = int((numbers[0] - num_draft).sum()), int((numbers[1] - num_accepted).sum())
+    return replace(feedback, num_draft=num_draft, num_accepted=num_accepted, num_others=num_others)

@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
+from vllm_specplugins.engine.verify import verifies
 
 MAX_CONTEXT = 4096  # from here on one program that reads all keys doubles the time of a step
 _NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # vLLM's name for v2/trees/attention.py, and for its base
@@ -43,6 +44,8 @@ def check_trees(vllm_config: VllmConfig) -> None:
     """Raises ConfigError for an engine in which a tree cannot be verified."""
     if not vllm_config.speculative_config.plugin_config.longest_chain:
         return
+    if not verifies():
+        raise ConfigError("VLLM_SPECPLUGINS_VERIFICATION must be plugin where drafts branch, not vllm.")
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     config, text = vllm_config.speculative_config.plugin_config, model.hf_text_config
     method, word = config.method, _word(config)

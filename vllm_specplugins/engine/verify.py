@@ -7,7 +7,6 @@ import torch
 
 from vllm_specplugins.config import ConfigError, SpecConfig, sample_methods
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
-from vllm_specplugins.methods import forces_tokens
 
 EDITED_ROWS = 512  # limit of rows that a step with drafts edits at once, in a float32 copy
 # Added to a request's seed for its drafts, so that verification uses other random numbers.
@@ -21,13 +20,11 @@ def verifies() -> bool:
 
 
 def check_verifier(config: SpecConfig) -> None:
-    """Raises ConfigError if vLLM shall verify drafts that it cannot verify."""
+    """Raises ConfigError if vLLM shall verify drafts whose q it may not get."""
     if (verifier := os.environ.get(_VERIFIER) or "plugin") not in ("plugin", "vllm"):
         raise ConfigError(f"{_VERIFIER} must be plugin or vllm, not {verifier!r}.")
-    forces = any(forces_tokens(config)) and "probabilistic" in sample_methods(config)
-    if verifier == "vllm" and (config.longest_chain or forces):
-        drafts = "'probabilistic' drafts with a grammar" if forces else "a tree"
-        raise ConfigError(f"{config.method}: {_VERIFIER} must be plugin with {drafts}, not vllm.")
+    if verifier == "vllm" and "probabilistic" in sample_methods(config):
+        raise ConfigError(f"{config.method}: {_VERIFIER} must be plugin with 'probabilistic' drafts, not vllm.")
 
 
 def edit_drafted(

@@ -22,7 +22,7 @@ from vllm_specplugins.engine.vllm_api.compat import untested_version
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import cause_text, fault_of
 from vllm_specplugins.isolation.guard import end_all_ranks
-from vllm_specplugins.methods import behind_gate, build_proposer, forces_tokens
+from vllm_specplugins.methods import behind_gate, build_proposer
 from vllm_specplugins.stage import StageProposer, stage_of, stages_of
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class _WithProposer:
         speculator = getattr(self.model_runner, "speculator", None)
         build = getattr(getattr(speculator, "specplugins", speculator), "new_proposer", None)
         config = self.vllm_config.speculative_config.plugin_config
-        barrier, forces = guarded_proposer(self.vllm_config, self.model_runner.device, build), forces_tokens(config)
-        self._session = Session(barrier, forcing_stage=forces.index(True) if True in forces else 0)
+        barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
+        self._session = Session(barrier, self.vllm_config.speculative_config.plan.scheduler_stage)
         runner.attach(self.model_runner, self._session)
         address = address_of(self.vllm_config) if gives_output() else None
         show = shown_on(address, self.vllm_config) if address else None
@@ -121,7 +121,7 @@ class _WithProposer:
 
     def _execute_model(self, scheduler_output: Any) -> Any:
         news = news_of(scheduler_output)
-        self._session.emitted = news.emitted or self._session.emitted  # vLLM's warm-up has none
+        self._session.read(news)
         if scheduler_output.finished_req_ids:  # before a new request has the slot of a finished one
             self._reporter.forget(scheduler_output.finished_req_ids)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -67,8 +67,7 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:
     numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
-    names = tuple(feedback.request_ids)
-    return Feedback(names, *numbers, feedback.step_ms, feedback.num_forced, feedback.mixed_ms)
+    return replace(feedback, request_ids=tuple(feedback.request_ids), num_draft=numbers[0], num_accepted=numbers[1])
 
 
 def _views(token_ids: Sequence[Int32Array]) -> Views:

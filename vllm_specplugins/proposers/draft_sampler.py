@@ -167,6 +167,10 @@ class ModelProposer(StageProposer):
         """Each step's logits [R, V], if one pass computes all of them; None: `run_layers` runs for each step."""
         return None
 
+    def num_fed(self, num_steps: int) -> int:
+        """The number of tokens of a request that one pass of the target's layers reads."""
+        return 1
+
     def run_layers(
         self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:

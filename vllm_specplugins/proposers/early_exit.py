@@ -44,6 +44,9 @@ class EarlyExit(ModelProposer):
         states = self._ahead.states(target, self.config.exit_layer, num_steps, self.max_position, self.head is None)
         return tuple(self.logits(target, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(1))
 
+    def num_fed(self, num_steps: int) -> int:
+        return 1 if self._ahead is None else num_steps
+
     def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Draft:
         """Reads the first tokens in one pass: at most K - num_steps of them if a request wants num_steps more."""
         rows, first = torch.arange(len(begun), device=begun.device), target.num_tokens - 1

@@ -218,9 +218,11 @@ class RequestLimits(NamedTuple):
     num_prompt_tokens: int = 0
 
     @classmethod
-    def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int, num_branches: int = 0) -> "RequestLimits":
+    def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int, num_beside: int = 0) -> "RequestLimits":
+        """The limits of a request with these parameters. Of each draft, `num_beside` tokens are not on its longest
+        path, and take no room of the output."""
         output = getattr(params, "max_tokens", None)
-        limit = max_model_len if output is None else num_prompt_tokens + output + num_branches
+        limit = max_model_len if output is None else num_prompt_tokens + output + num_beside
         return cls(request_options(params), min(max_model_len, limit), num_prompt_tokens)
 
     def frozen(self) -> "RequestLimits":

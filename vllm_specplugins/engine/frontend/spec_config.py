@@ -168,8 +168,6 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         )
     if speculative_config.runs_target:
         check_target(vllm_config, speculative_config.plugin_config)
-    if speculative_config.plugin_config.longest_chain:
-        check_kind(vllm_config.model_config, method)
     if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
         vllm_config.__class__ = PluginVllmConfig
     worker = vllm_config.parallel_config.worker_cls
@@ -177,6 +175,8 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} or not set, not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     plan = make_plan(speculative_config.plugin_config, conditions_of(vllm_config, async_scheduling))
+    if plan.branches:
+        check_kind(vllm_config.model_config, method)
     speculative_config.plan, speculative_config.enable_adaptive_verification = plan, plan.trims
     vllm_config.scheduler_config.async_scheduling = plan.is_async
     if plan.scheduler is not None:

@@ -34,12 +34,12 @@ def serving_engine(
     arguments: Mapping[str, Any],
     speculative_config: Mapping[str, Any] | None,
     log: Path,
-    forced: Forced | None = None,
+    emits: Forced | None = None,
 ) -> EngineProcess:
     """Runs an engine with a method. It first sends its Machine. After Traffic it answers each GO_ON with the number of
     tokens so far, or with a Turn once everything is served."""
     blame = f"vLLM cannot serve this model with {name}"
-    return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config, forced)
+    return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config, emits)
 
 
 def serve_rounds(
@@ -75,14 +75,14 @@ def serve_round(engines: Mapping[str, EngineProcess], traffic: Traffic) -> dict[
 
 
 def _serve_all(
-    pipe: Connection, arguments: Mapping[str, Any], config: Mapping[str, Any] | None, forced: Forced | None
+    pipe: Connection, arguments: Mapping[str, Any], config: Mapping[str, Any] | None, emits: Forced | None
 ) -> None:
     from vllm.platforms import current_platform
 
-    extension = {"worker_extension_cls": FORCED_LOG} if forced else {}
+    extension = {"worker_extension_cls": FORCED_LOG} if emits else {}
     llm, on_cpu = build_llm({**SETTINGS, **extension, **arguments}, config), current_platform.is_cpu()
-    if forced:
-        llm.collective_rpc("specplugins_force", args=(forced.outputs, forced.accepted if config else None))
+    if emits:
+        llm.collective_rpc("specplugins_force", args=(emits.outputs, emits.accepted if config else None))
     vllm_config = llm.llm_engine.vllm_config
     device = _processor_name() if on_cpu else current_platform.get_device_name()
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")

@@ -81,6 +81,6 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     sizes = model.get_total_num_hidden_layers(), model.get_hidden_size(), model.get_vocab_size()
     for (row, method_config), part in zip(rows, config.parts, strict=True):
         if row.check is not None:
-            num_draft = getattr(part, "num_speculative_tokens", None) or config.longest_chain or config.length
+            num_draft = getattr(part, "num_speculative_tokens", None) or config.longest_path
             import_object(row.check)(method_config, TargetSizes(*sizes, num_draft))
     check_learning(config, sizes[0], parallel.tensor_parallel_size, vllm_config.lora_config is not None)

@@ -16,7 +16,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.emitted import NEVER, forced_in
+from vllm_specplugins.engine.emitted import NEVER
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.messages import news_of
@@ -29,7 +29,6 @@ from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors, expand_batch_to_tokens, probs_of
 from vllm_specplugins.engine.verify import verifies
-from vllm_specplugins.methods import forces_tokens
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Target
 
@@ -62,7 +61,7 @@ def attach(runner: Any, session: Session) -> None:
     draft_to_the_end(runner)
     runner.update_max_model_len = both(runner.update_max_model_len, lambda max_model_len: draft_to_the_end(runner))
     if verifies():
-        adapter.verifier = Verifier(runner, adapter.seed)
+        adapter.verifier = Verifier(runner, adapter.seed, session)
         runner._sample = adapter.verifier.sample
         wrap(runner, "_calc_spec_decode_metadata", partial(metadata_of, runner.device))
     elif runner.device.type == "cpu":
@@ -87,12 +86,10 @@ class _Adapter:
 
     def __init__(self, runner: Any, session: Session):
         self._runner, self._session = runner, session
-        forces = forces_tokens(runner.speculative_config.plugin_config)
-        self._forces = any(forces)
         self._reads_history = runner.speculative_config.reads_history
         # A proposer on the host drafts on rank 0; the scheduler sends its drafts to all, and asks grammars itself.
         drafts_here = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
-        self._drafts = drafts_here and not all(forces)
+        self._drafts = drafts_here and not runner.speculative_config.plan.scheduler_alone
         self._built_in = None
         if runner.speculative_config.built_in is not None:
             self._built_in = built_in.BuiltInDrafter(runner, session.barrier)
@@ -105,8 +102,8 @@ class _Adapter:
     def _may_draft(self, row: int) -> bool:
         return self.verifier is None or self.verifier.may_draft(row)
 
-    def _is_forced_and_alone(self, row: int) -> bool:
-        """Whether a request has a grammar and its verification can take only one position."""
+    def _adds_none_to(self, row: int) -> bool:
+        """Whether a request has a grammar, but its verification can take only one position."""
         params = self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
         return params is not None and params.structured_outputs is not None and not self._may_draft(row)
 
@@ -138,9 +135,6 @@ class _Adapter:
             # Our noise needs no torch generator. vLLM winds back a seeded request's in the middle of its prompt; on a
             # CPU that raises, and the server ends.
             self._runner.input_batch.generators.clear()
-            self.verifier.forced = forced_in(scheduler_output)
-        if self._forces:
-            self._session.forced = forced_in(scheduler_output)
         return result
 
     def _texts_of(self, request_ids: Iterable[str]) -> dict[str, Any]:
@@ -194,9 +188,8 @@ class _Adapter:
         if self._built_in is not None:
             offer = self._built_in.draft(batch, num_accepted, rows, scheduler_output, sampled_token_ids, *step)
         feedback = self._feedback(request_ids, num_accepted, scheduler_output)
-        drafts = [
-            NEVER if self._forces and self._is_forced_and_alone(row) else [] for row in range(len(sampled_token_ids))
-        ]
+        adds = self._session.scheduler_stage is not None
+        drafts = [NEVER if adds and self._adds_none_to(row) else [] for row in range(len(sampled_token_ids))]
         if not self._drafts:
             self._session.count(feedback, len(rows))
             return drafts

@@ -14,8 +14,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.counters import Forced
 from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.v1.edits import custom, edit
 from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import verifies
@@ -41,12 +41,12 @@ def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 class Verifier:
-    def __init__(self, runner: Any, seed_of: Callable[[str], int]):
+    def __init__(self, runner: Any, seed_of: Callable[[str], int], session: Session):
         self._runner = runner
         self._seed_of = seed_of
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
-        self.forced: Forced = {}  # in the newest step
+        self._session = session
 
     def save_q(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
         """Saves the logits of these requests' drafts, [num_reqs, K, V], for the next step; None if q is one-hot."""
@@ -119,14 +119,14 @@ class Verifier:
         token to compute with ids of -1; these rows stay -inf."""
         if self._draft_logits is None or max_num_draft == 0:
             return None
-        request_ids = self._runner.input_batch.req_ids
+        request_ids, forced = self._runner.input_batch.req_ids, self._session.forced or {}
         place = {request_id: index for index, request_id in enumerate(self._drafted_for)}
-        if list(place) == request_ids and self._draft_logits.shape[1] >= max_num_draft and not self.forced:
+        if list(place) == request_ids and self._draft_logits.shape[1] >= max_num_draft and not forced:
             return self._draft_logits
         logits = self._draft_logits
         result = logits.new_full((len(request_ids), max_num_draft, logits.shape[-1]), -torch.inf)
         for index, (request_id, num_draft) in enumerate(zip(request_ids, rows.num_draft, strict=True)):
-            num_drawn, _ = self.forced.get(request_id, (num_draft, ()))
+            num_drawn, _ = forced.get(request_id, (num_draft, ()))
             # The scheduler may have cut the draft before its first forced token.
             num_drawn = min(num_drawn, num_draft) if request_id in place else 0
             if num_drawn:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.learning import new_learner
@@ -26,14 +25,15 @@ def attach(runner: Any, speculator: Any) -> None:
     """Creates a learner if any part of the speculator's proposer learns. It observes the runner once the target is
     loaded."""
 
-    def loaded(target: nn.Module) -> None:
+    def loaded() -> None:
+        target = runner.model
         if (learner := new_learner(speculator.session.barrier.proposer, target, runner.vllm_config)) is None:
             return
         shape = runner.max_num_reqs, runner.num_speculative_steps, runner.model_config.get_hidden_size()
-        speculator.readings = Readings(learner, *shape, runner.device, runner.model_config.dtype)
+        speculator.watchers.append(Readings(learner, *shape, runner.device, runner.model_config.dtype))
         runner.profile_run = both(runner.profile_run, lambda *_, **__: learner.rehearse())
 
-    speculator.when_loaded = loaded
+    speculator.session.when_loaded = loaded
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from vllm_specplugins.structures.arrays import view
 class Request:
     """A request as drafting sees it, created when the runner adds vLLM's NewRequestData, for a new request or one that
     resumes after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does not track its
-    tokens, and `token_ids` stays empty. A request with which vLLM warms up has no limit of its length: it is two tokens
-    long, and would warm up no kernels for drafts."""
+    tokens, and `token_ids` stays empty. RequestLimits describes `num_beside`. A request with which vLLM warms up has no
+    limit of its length: it is two tokens long, and would warm up no kernels for drafts."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class Request:
         slot: int,
         max_model_len: int,
         reads_tokens: bool = False,
-        num_branches: int = 0,
+        num_beside: int = 0,
         is_warm_up: bool = False,
     ):
         self.request_id, self.slot, self.sampling_params = new.req_id, slot, new.sampling_params
         self.has_token_ids = new.prompt_embeds is None  # for all of its tokens
-        self.limits = RequestLimits.of(new.sampling_params, new.prompt_len, max_model_len, num_branches).frozen()
+        self.limits = RequestLimits.of(new.sampling_params, new.prompt_len, max_model_len, num_beside).frozen()
         if is_warm_up:
             self.limits = self.limits._replace(length_limit=max_model_len)
         self.num_first, self.last_token_id = len(new.prefill_token_ids), new.prefill_token_ids[-1]

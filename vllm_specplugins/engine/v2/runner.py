@@ -15,7 +15,6 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import states
 
 from vllm_specplugins.custom import import_object
-from vllm_specplugins.engine.emitted import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.masks import apply_short_masks
 from vllm_specplugins.engine.messages import StepFacts, news_of
@@ -29,7 +28,6 @@ from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
 from vllm_specplugins.engine.verify import verifies
-from vllm_specplugins.methods import forces_tokens
 
 
 @contextmanager
@@ -64,26 +62,28 @@ def attach(runner: Any, session: Session) -> None:
     runner.observability_config = observability_config = copy.copy(runner.observability_config)
     observability_config.cudagraph_metrics = True  # of each step, for metrics/steps.py
     config = runner.speculative_config.plugin_config
-    forces = any(forces_tokens(config))
 
     def add(scheduler_output: Any) -> None:
         slots = runner.req_states.req_id_to_index
-        limits = runner.max_model_len, speculator.reads_tokens, config.num_branches, session.is_warming_up
+        limits = (
+            runner.max_model_len,
+            speculator.reads_tokens,
+            config.length - config.longest_path,
+            session.is_warming_up,
+        )
         requests = [Request(new, slots[new.req_id], *limits) for new in scheduler_output.scheduled_new_reqs]
         if requests:
             speculator.add(requests)
-            if speculator.readings is not None:
-                speculator.readings.add(requests)
+            for watcher in speculator.watchers:
+                watcher.add(requests)
         put_forced(runner, scheduler_output)
-        if forces:
-            session.forced = forced_in(scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
         speculator.num_off = speculator.num_off + 1 if news_of(scheduler_output).is_off else 0
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         speculator.remove(gone)
-        if speculator.readings is not None:
-            speculator.readings.remove(gone)
+        for watcher in speculator.watchers:
+            watcher.remove(gone)
 
     wrap(runner, "add_requests", partial(_with_seeds_apart, _Numpy()))
     runner.add_requests, runner.finish_requests = both(runner.add_requests, add), both(runner.finish_requests, finish)
@@ -142,9 +142,9 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
         rests = speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule)
         speculator.note(step.input_batch, step.num_spec_tokens_to_schedule, rests)
     if rests:
-        if speculator.readings is not None:
+        for watcher in speculator.watchers:
             ends = step.input_batch.query_start_loc[1 : step.input_batch.num_reqs + 1]
-            speculator.readings.on_step(step.input_batch, step.hidden_states, ends - 1)
+            watcher.on_step(step.input_batch, step.hidden_states, ends - 1)
         with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
             return _noted(speculator, sample(grammar_output))
     output = _noted(speculator, sample(grammar_output))
@@ -158,8 +158,9 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
 def _noted(speculator: Any, output: Any) -> Any:
     if speculator.session.is_warming_up:
         return output
-    for watcher in (speculator.late, speculator.readings):
-        if watcher is not None and hasattr(output, "model_runner_output"):
+    watchers = speculator.watchers if speculator.late is None else [speculator.late, *speculator.watchers]
+    if watchers and hasattr(output, "model_runner_output"):
+        for watcher in watchers:
             watcher.note(SampledTokens.of(output))
     return output
 

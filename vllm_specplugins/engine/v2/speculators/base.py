@@ -2,10 +2,9 @@
 waits for the device. Rows in the middle of their prompt also draft: the scheduler drops their tokens, and later steps
 overwrite their slots of the KV cache."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.messages import DraftLengths
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, adapters_of, updates_in_place
-from vllm_specplugins.engine.v2.feedback.report import DraftReport
+from vllm_specplugins.engine.v2.feedback.report import DraftReport, SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import DRAFT_NOISE, verifies
@@ -27,6 +26,15 @@ from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.kernels.steps import newest
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.target import Sampling, Target
+
+
+class Watcher(Protocol):
+    """Follows requests, the states that each step reads, and the tokens that it samples."""
+
+    def add(self, requests: list[Request]) -> None: ...
+    def remove(self, request_ids: set[str]) -> None: ...
+    def on_step(self, input_batch: Any, hidden_states: torch.Tensor, last_rows: torch.Tensor) -> None: ...
+    def note(self, sampled: SampledTokens) -> None: ...
 
 
 class Speculator(DraftModelSpeculator):
@@ -47,13 +55,12 @@ class Speculator(DraftModelSpeculator):
     is_off = False  # whether a kernel failed its check, so that nothing is drafted
     num_off: int = 0  # steps in a row in which drafting is switched off; the first one counts the last drafts
     late: Any = None  # drafts made in a thread; see late.py
-    readings: Any = None  # of what steps read, for a part in training; set by `when_loaded`
-    when_loaded: Callable[[nn.Module], None] = staticmethod(lambda target: None)  # set by runner.attach
+    watchers: list[Watcher]  # of requests and of what steps read
     _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
-        self.report = DraftReport()
+        self.report, self.watchers = DraftReport(), []
         self._req_states, self.runs_target = req_states, vllm_config.speculative_config.runs_target
         self.attn_groups: list[Any] = []
         if self.runs_target:
@@ -99,7 +106,6 @@ class Speculator(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
-        self.session.when_loaded = partial(self.when_loaded, target_model)
         return nn.Module()
 
     def _configure_decode_metadata_update(self) -> None:
@@ -153,12 +159,12 @@ class Speculator(DraftModelSpeculator):
         if rehearses:
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return self.draft_tokens[:num_reqs]
-        if self._last_hidden_states is not None or self.readings is not None:
+        if self._last_hidden_states is not None or self.watchers:
             last_rows = self._last_rows(input_batch, num_sampled, num_rejected)
         if self._last_hidden_states is not None:
             torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
-        if self.readings is not None:
-            self.readings.on_step(input_batch, last_hidden_states, last_rows)
+        for watcher in self.watchers:
+            watcher.on_step(input_batch, last_hidden_states, last_rows)
         length = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._draft_step(input_batch, num_sampled, num_rejected, length)
         return self.draft_tokens[:num_reqs]

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch, DeviceCascade, DeviceModel, DeviceSource
-from vllm_specplugins.config import EarlyExitConfig, SpecConfig, rule, stage_configs
+from vllm_specplugins.config import EarlyExitConfig, SpecConfig, rule
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.adaptive.trimming import trimming_if_it_can
 from vllm_specplugins.engine.hooks import wrap
@@ -62,6 +62,7 @@ class DeviceSpeculator(Speculator):
         self._step_counts: tuple[int, ...] = (0,)
         if self.runs_target:
             self._step_counts = lengths_up_to(self.limits.of_stages[MODEL] if stages else max_num_draft)
+        self._model: Any = None  # the proposer that runs a part of the target
         self._graphs: Any = None  # of the newest step
         self._graphs_of: dict[int, Any] = {}  # by the number of steps
 
@@ -95,6 +96,7 @@ class DeviceSpeculator(Speculator):
         return DeviceCascade(config.stages, proposers, context)
 
     def _model_source(self, proposer: Any) -> DeviceSource:
+        self._model = proposer
         if self._policy == "verify":
             from vllm_specplugins.cascade.verify import CheckedOnDevice
 
@@ -108,13 +110,12 @@ class DeviceSpeculator(Speculator):
             self.lookups.custom.probe()
         if self.is_off or not records:
             return
-        exits = stage_configs(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
         has_adapters = self.vllm_config.lora_config is not None  # the host says at each launch which rows run them
         if self.runs_target and (has_adapters or not self.supports_decode_metadata_update):
             return
         for num_steps in self._step_counts:
             kind = SpeculatorCudaGraphManager if num_steps else CudaGraphManager
-            length = num_steps if num_steps and any(part.one_pass for part in exits) else 1  # of a request, in one pass
+            length = self._model.num_fed(num_steps) if num_steps else 1
             mode = CUDAGraphMode.FULL_DECODE_ONLY
             self._graphs_of[num_steps] = kind(self.vllm_config, self.device, mode, decode_query_len=length)
 

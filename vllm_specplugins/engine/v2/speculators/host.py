@@ -19,7 +19,6 @@ from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.isolation.exchange import spread
-from vllm_specplugins.methods import forces_tokens
 from vllm_specplugins.stage import stage_of
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.structures.drafts import put_logits
@@ -36,7 +35,7 @@ class HostSpeculator(Speculator):
         if self.draft_logits is not None:
             self.tally = Tally(self.max_num_reqs, self.num_speculative_steps, 0, device)
         self._drafted_at = 0.0  # when the last drafting ended
-        self._scheduler_drafts = all(forces_tokens(vllm_config.speculative_config.plugin_config))
+        self._scheduler_drafts = vllm_config.speculative_config.plan.scheduler_alone
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to capture."""

@@ -4,7 +4,6 @@ num_speculative_tokens."""
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -113,9 +112,9 @@ def _verify(
         layout = bounds, places.int(), places, torch.arange(num_own, device=logits.device)  # of V2's types
         chosen = adjust(rows, *layout, sampler.editor.edits(), num_tokens) if is_edited else rows
         operation = None
-        if num_tokens and sampler.verify_drafts is not None:
+        if num_tokens:
             nodes = torch.arange(width, device=logits.device).repeat(num_own)
-            operation = partial(sampler.verify_drafts, layout[3].repeat_interleave(width), nodes)
+            operation = sampler.operation(layout[3].repeat_interleave(width), nodes)
         verify = operation or rejection_sample
         verify(chosen, *layout, sampling, num_tokens, draft_logits if num_tokens else None)
         step = Layout(*layout, places, bounds[:-1], sampler.sampler.req_states.prefill_len.gpu)

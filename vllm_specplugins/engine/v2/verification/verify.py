@@ -69,7 +69,7 @@ class FusedSampler(Sampler):
 class FusedRejectionSampler(RejectionSampler):
     """vLLM's rejection sampler with our operation, which the sampler of steps without drafts shares."""
 
-    # The speculator's operation in place of rejection_sample, after the slots and draft positions of rows; None: no.
+    # The speculator's operation in place of rejection_sample, of the slots and draft positions of rows; None: no.
     verify_drafts: Callable[..., Any] | None = None
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
@@ -91,6 +91,10 @@ class FusedRejectionSampler(RejectionSampler):
                 return output
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
+    def operation(self, slots: torch.Tensor, places: torch.Tensor) -> Callable[..., Any] | None:
+        """The speculator's operation for rows of these slots and draft positions; None: `rejection_sample`."""
+        return None if self.verify_drafts is None else partial(self.verify_drafts, slots, places)
+
     def plain(self, logits: torch.Tensor, input_batch: Any, max_num_draft: int) -> SamplerOutput | None:
         batch = self.editor.num_added, input_batch.req_ids
         if batch != self._batch:
@@ -102,8 +106,8 @@ class FusedRejectionSampler(RejectionSampler):
             input_batch.logits_indices, input_batch.seq_lens, self.sampler.req_states.prefill_len.gpu,
         )  # fmt: skip
         operation = None
-        if max_num_draft and self.verify_drafts is not None:
-            operation = partial(self.verify_drafts, input_batch.expanded_idx_mapping, input_batch.expanded_local_pos)
+        if max_num_draft:
+            operation = self.operation(input_batch.expanded_idx_mapping, input_batch.expanded_local_pos)
         sampled, num_sampled, num_rejected = sample_step(
             logits, layout, self._plain, max_num_draft, operation=operation
         )
@@ -178,9 +182,7 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np,
         )  # fmt: skip
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        operation: Callable[..., Any] = rejection_sample
-        if self.verify_drafts is not None:
-            operation = partial(self.verify_drafts, expanded_idx_mapping, expanded_local_pos)
+        operation = self.operation(expanded_idx_mapping, expanded_local_pos) or rejection_sample
         return self._run(operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
 
     def _verify_in_chunks(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
