@@ -63,6 +63,11 @@ class Method:
     our_field: str | None = None
 
     @property
+    def may_follow(self) -> bool:
+        """Whether it can draft on the device after a lookup."""
+        return self.runs_target or self.is_offered
+
+    @property
     def check(self) -> str | None:
         return f"vllm_specplugins.{str(self.proposer).partition(':')[0]}:check" if self.runs_target else None
 

@@ -137,7 +137,7 @@ def wanted_schedule(config: SpecConfig, asked_async: bool | None, pipeline_paral
 def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     rows, is_late = [row for row, _ in drafters(config)], drafts_late(config)
     if config.stages:
-        can = rows[0].is_lookup and len(rows) == 2 and (rows[1].runs_target or rows[1].is_offered)
+        can = rows[0].is_lookup and len(rows) == 2 and rows[1].may_follow
     else:
         can = rows[0].runs_target or rows[0].is_lookup or is_late or is_custom_on_device(config)
     if not (can or config.longest_chain):

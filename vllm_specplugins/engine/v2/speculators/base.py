@@ -187,19 +187,19 @@ class Speculator(DraftModelSpeculator):
             return None
         return sampler.editor.edit_of_drafts(input_batch.idx_mapping.long(), input_batch.idx_mapping_np)
 
-    def _batch_of(self, input_batch: Any, edit: Any = None, attends: bool = True) -> DraftBatch:
+    def _batch_of(
+        self, input_batch: Any, edit: Any = None, attends: bool = True, asked: Sequence[int] | None = None
+    ) -> DraftBatch:
+        """The batch, with the offers for rows of it that are `asked` on the host."""
         num_reqs, forward = input_batch.num_reqs, None
         if self.runs_target:
             forward = PagedForward(
                 self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound, attends=attends
             )
-        return self._batch(input_batch.req_ids, forward, edit)
-
-    def _batch(self, request_ids: list[str], forward: Any, edit: Any = None) -> DraftBatch:
-        num_rows = len(request_ids)
-        target = self._target(num_rows, forward, edit) if self.runs_target else None
-        max_num_draft = np.full(num_rows, self.num_speculative_steps, np.int32)
-        return DraftBatch(request_ids, (), max_num_draft, [{}] * num_rows, target)
+        target = self._target(num_reqs, forward, edit) if self.runs_target else None
+        max_num_draft = np.full(num_reqs, self.num_speculative_steps, np.int32)
+        offer = None if asked is None or self.offer is None else self.offer.of(asked)
+        return DraftBatch(input_batch.req_ids, (), max_num_draft, [{}] * num_reqs, target, offer)
 
     def _target(self, num_rows: int, forward: Any, edit: Any) -> Target:
         """The target for these rows, from the states of requests; padding rows have no request's token."""

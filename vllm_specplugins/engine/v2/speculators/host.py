@@ -123,13 +123,12 @@ class HostSpeculator(Speculator):
             prompt_lengths[row] = request.limits.num_prompt_tokens
             max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, length)
         batch = replace(
-            self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),
+            self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None, asked=asked),
             request_ids=[request_ids[row] for row in asked],
             token_ids=Views(token_ids[row] for row in asked),
             options=[options[row] for row in asked],
             max_num_draft=max_num_draft[asked],
             prompt_lengths=[prompt_lengths[row] for row in asked],
-            offer=None if self.offer is None else self.offer.of(asked),
         )
         # Read after the wait for the drafts of vLLM's drafter: its time is a part of the step's.
         step_ms = (time.perf_counter() - self._drafted_at) * 1000
