@@ -84,6 +84,18 @@ def make_step(num_rows: int, max_num_draft: int) -> tuple[Rows, Any, Any, Any, A
     return Rows(slots, sampled, rejected), lengths, torch.stack(limits, 1), step_limit, num_draft, staged
 
 
+def make_chains(num_rows: int, max_num_draft: int, seed: int = 1) -> tuple[Any, Any]:
+    """Returns drafts of a lookup, and of a stage that drafts one token fewer and often the same tokens, for
+    `steps.join`."""
+    rng, num_steps = torch.Generator().manual_seed(seed), max(1, max_num_draft - 1)
+    first = integers(rng, 99, num_rows, max_num_draft)
+    second = (first + (integers(rng, 8, num_rows, max_num_draft) == 0))[:, :num_steps].contiguous()
+    counts = integers(rng, max_num_draft + 1, num_rows), integers(rng, num_steps + 1, num_rows)
+    counts[0][::4] = counts[1][::3] = 0
+    confidences = integers(rng, 9, num_rows, max_num_draft).long(), torch.rand(num_rows, num_steps, generator=rng)
+    return (first, counts[0], confidences[0]), (second, counts[1], confidences[1])
+
+
 def new_totals(num_slots: int, max_num_draft: int, device: Any, once: int = 1) -> Totals:
     width, num_stages = max_num_draft + 2, 2
     size = width * (width + 2) + num_stages * (len(KINDS) * max_num_draft + len(SUMS))

@@ -22,7 +22,7 @@ from .rejection.drafts import coupled_sample, rated_sample, sample_with_q
 from .rejection.inputs import Batch, as_step, make_batch, make_edits, to_device
 from .rejection.step import sample_step
 from .rounds.siblings import draw_siblings, try_siblings
-from .steps import limit, newest, tally
+from .steps import join, limit, newest, tally
 from .trees import attend, compact, walk
 from .trees.inputs import make_attention, make_moves, make_walks
 
@@ -171,7 +171,7 @@ def _edits(shapes: Shapes) -> _Case:
 
 def _rows(shapes: Shapes) -> _Case:
     def operation(rows: Any, lengths: Any, *others: Any, implementation: str) -> list[torch.Tensor]:
-        limits, step_limit, num_draft, staged = others
+        limits, step_limit, num_draft, staged, first, second = others
         mapping, width, results = torch.zeros_like(num_draft), shapes.max_num_draft, list[torch.Tensor]()
         variants = (staged, staged._replace(confirmed=None)) if shapes.cascades else (None,)
         for stages in variants:
@@ -182,9 +182,13 @@ def _rows(shapes: Shapes) -> _Case:
         for tables in ((), (lengths.int(), lengths.float(), lengths.float())) if shapes.runs_target else ():
             states = lengths.float(), lengths.long(), *tables
             results += newest(mapping, lengths, lengths.long(), states, implementation)
+        for confidence in (second[2], None) if shapes.cascades else ():
+            for continues in (True, False):
+                results += join(first, (*second[:2], confidence), continues, implementation)
         return results
 
-    return _Case(operation, inputs.make_step(40, shapes.max_num_draft))
+    step, chains = (make(40, shapes.max_num_draft) for make in (inputs.make_step, inputs.make_chains))
+    return _Case(operation, (*step, *chains))
 
 
 def _drafting(shapes: Shapes) -> _Case:

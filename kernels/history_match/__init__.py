@@ -12,6 +12,10 @@ LONGEST_MATCH = 31  # a longer match counts as this long
 NO_MATCH = 1 << 30  # distance without an earlier match; the earliest of equal matches is then nearest
 
 
+# Tokens, lengths of drafts and lengths of matches, as history_match returns them.
+Match = tuple[Any, Any, Any]
+
+
 class Texts(NamedTuple):
     """The requests' tokens.
 
@@ -52,7 +56,7 @@ def history_match(
     references: References | None = None,
     longest: int | None = None,
     implementation: str | None = None,
-) -> tuple[Any, Any, Any]:
+) -> Match:
     """Drafts the tokens after the longest earlier match of the last tokens; of equally long matches the nearest wins. A
     match in the reference must be longer than one in the text. Of two equally near matches the earlier wins. If fewer
     than its limit follow a match in the text, the copy repeats itself, as in LZ77.
@@ -74,7 +78,5 @@ def history_match(
     [[3, 4, 1, 0]]
     """
     module = module_of(__name__, texts.token_ids, implementation)
-    drafts: tuple[Any, Any, Any] = module.history_match(
-        texts, slots, limits, max_num_draft, min_ngram, max_ngram, references, longest
-    )
-    return drafts
+    match: Match = module.history_match(texts, slots, limits, max_num_draft, min_ngram, max_ngram, references, longest)
+    return match

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import LONGEST_MATCH, References, Texts
+from . import LONGEST_MATCH, Match, References, Texts
 
 # Tokens of a tile; the neighbour has the first _SHARED of them, too.
 TILE_SIZE, _NUM_WARPS = 1024, 4
@@ -162,7 +162,7 @@ def history_match(
     max_ngram: int,
     references: References | None,
     longest: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Match:
     num_rows, room = len(slots), texts.token_ids.shape[1]
     # No match ends in the last token.
     num_tiles = max(1, triton.cdiv(min(room, longest or room) - 1, TILE_SIZE - _SHARED.value))

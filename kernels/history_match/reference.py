@@ -3,7 +3,7 @@ waits for the device, so it searches each text's whole row. R: rows, L: room of 
 
 import torch
 
-from . import LONGEST_MATCH, References, Texts
+from . import LONGEST_MATCH, Match, References, Texts
 
 
 def history_match(
@@ -15,7 +15,7 @@ def history_match(
     max_ngram: int,
     references: References | None,
     longest: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Match:
     slots, steps = slots.long(), torch.arange(max_num_draft, device=slots.device)
     text = texts.token_ids[slots, :longest].long()
     end = texts.lengths[slots].long().clamp(max=text.shape[1])  # a chunked prompt has no room for drafts

@@ -113,6 +113,30 @@ def newest(
     return result
 
 
+def join(
+    first: tuple[Any, Any, Any],
+    second: tuple[Any, Any, Any],
+    continues: bool,
+    implementation: str | None = None,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Makes one draft of two stages' tokens [R, any number] int32, of which the second may have fewer columns, the
+    lengths of their drafts, [R] int32, and their confidence: a probability below 1 or the length of a match, int or
+    float; the second's may be None: 1, 2, 3, ... If `continues`, the second stage's drafts begin with the first stage's
+    tokens, and the rest is appended. Otherwise they are used only if the first stage has no draft.
+
+    Returns the tokens [R, K] int32, lengths [R] int32, the tokens' stages [R, K] int32, confidence [R, K] float32, and
+    the number of the second stage's tokens, [R] int32, -1 if it has none.
+
+    >>> import torch
+    >>> first, second = (torch.tensor([tokens], dtype=torch.int32) for tokens in ([7, 8, 0], [7, 5, 6]))
+    >>> drafts = (first, torch.tensor([2]), torch.ones(1, 3)), (second, torch.tensor([3]), None)
+    >>> [join(*drafts, continues)[0].tolist() for continues in (True, False)]
+    [[[7, 8, 6]], [[7, 8, 0]]]
+    """
+    result: tuple[Any, Any, Any, Any, Any] = _module(first[0], implementation).join(first, second, continues)
+    return result
+
+
 def tally(
     totals: Totals,
     rows: Rows,

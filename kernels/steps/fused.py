@@ -70,6 +70,45 @@ def _newest_kernel(
         tl.store(result[2 + number] + index, tl.load(tables[number] + slots), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+def _join_kernel(
+    # tokens, lengths, stages, confidence and the second stage's lengths, written
+    joined,
+    # tokens, lengths and confidence
+    first,
+    # tokens and lengths, and their confidence, or None
+    second,
+    sure_ptr,
+    num_rows,
+    num_steps,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CONTINUES: tl.constexpr,
+):
+    rows, places = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
+    inside, offsets = rows < num_rows, rows[:, None] * K + places
+    mask = inside[:, None] & (places < K)
+    ends = tl.load(first[1] + rows, mask=inside, other=0)
+    others = tl.load(second[1] + rows, mask=inside, other=0)
+    token_ids = tl.load(first[0] + offsets, mask=mask, other=0)
+    confidence = tl.load(first[2] + offsets, mask=mask, other=0).to(tl.float32)
+    is_step, steps = mask & (places < num_steps), rows[:, None] * num_steps + places
+    second_ids, sure = tl.load(second[0] + steps, mask=is_step, other=0), (places + 1).to(tl.float32)
+    if sure_ptr is not None:
+        sure = tl.where(is_step, tl.load(sure_ptr + steps, mask=is_step, other=0.0), sure)
+    if CONTINUES:
+        start, num_draft = ends, tl.maximum(ends, others)
+    else:
+        start, num_draft = tl.where(ends > 0, K, 0), tl.where(ends > 0, ends, others)
+    is_first = places < start[:, None]
+    tl.store(joined[0] + offsets, tl.where(is_first, token_ids, second_ids), mask=mask)
+    tl.store(joined[2] + offsets, tl.where(is_first, 0, 1), mask=mask)
+    tl.store(joined[3] + offsets, tl.where(is_first, confidence, sure), mask=mask)
+    tl.store(joined[1] + rows, num_draft, mask=inside)
+    tl.store(joined[4] + rows, tl.where(num_draft > ends, num_draft - ends, -1), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _tally_kernel(
     totals,
@@ -160,6 +199,23 @@ def newest(
         result, mapping, num_computed, last_sampled, tables, num_rows, ROWS=_ROWS, num_warps=2
     )
     return result
+
+
+def join(
+    first: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    continues: bool,
+) -> tuple[torch.Tensor, ...]:
+    (tokens, lengths, _), (second_ids, num_second, sure) = first, second
+    (num_rows, width), confidence = tokens.shape, torch.empty_like(tokens, dtype=torch.float32)
+    token_ids, num_draft, stage, last = (torch.empty_like(part) for part in (tokens, lengths, tokens, lengths))
+    joined, lanes = (token_ids, num_draft, stage, confidence, last), triton.next_power_of_2(width)
+    size = max(1, _TOKENS // lanes)
+    _join_kernel[(triton.cdiv(num_rows, size),)](
+        joined, first, (second_ids, num_second), sure, num_rows, second_ids.shape[1], K=width, LANES=lanes, ROWS=size,
+        CONTINUES=continues, num_warps=4,
+    )  # fmt: skip
+    return joined
 
 
 def tally(

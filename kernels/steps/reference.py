@@ -33,6 +33,28 @@ def newest(
     return last_sampled[slots].int(), lengths, *(table[slots] for table in tables)
 
 
+def join(
+    first: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    continues: bool,
+) -> tuple[torch.Tensor, ...]:
+    (first_ids, ends, confidence), (given_ids, others, given) = first, second
+    width, num_steps, device = first_ids.shape[1], given_ids.shape[1], first_ids.device
+    places, second_ids = torch.arange(width, device=device), torch.zeros_like(first_ids)
+    second_ids[:, :num_steps] = given_ids
+    sure = (places + 1).float().repeat(len(second_ids), 1)
+    if given is not None:
+        sure[:, :num_steps] = given
+    if continues:
+        start, num_draft = ends, torch.maximum(ends, others)
+    else:
+        start, num_draft = (ends > 0) * width, torch.where(ends > 0, ends, others)
+    is_first = places < start[:, None]
+    token_ids, stage = torch.where(is_first, first_ids, second_ids), (~is_first).int()
+    confidence = torch.where(is_first, confidence, sure).float()
+    return token_ids, num_draft, stage, confidence, torch.where(num_draft > ends, num_draft - ends, -1)
+
+
 def tally(
     totals: Totals,
     rows: Rows,

@@ -95,10 +95,10 @@ def test_forms(field: str, form: str, monkeypatch: Any) -> None:
     slots, room = torch.arange(2), torch.full((2,), 3).int()
     for given, expected in ((good, [1, 1]), (replace(good, confidence=None), [1, 1])):
         drafts, ended = drafts_of(lambda *_: given, monkeypatch)  # noqa: B023
-        assert drafts.match(slots, room, None).num_draft.tolist() == expected and not ended
+        assert drafts.match(slots, room, None)[1].tolist() == expected and not ended
     drafts, ended = drafts_of(lambda *_: replace(good, **{field: wrong}), monkeypatch)
     for _ in range(2):
-        assert drafts.match(slots, room, None).num_draft.tolist() == [0, 0]
+        assert drafts.match(slots, room, None)[1].tolist() == [0, 0]
     assert ended == ["drafting"]
 
 

@@ -101,7 +101,7 @@ class Steps:
 
     def drafts(self, *slots: int, most: int = K) -> list[list[int]]:
         found = self.late.match(torch.tensor(slots), torch.full((len(slots),), most, dtype=torch.int32))
-        return [row[:num] for row, num in zip(found.token_ids.tolist(), found.num_draft.tolist(), strict=True)]
+        return [row[:num] for row, num in zip(found[0].tolist(), found[1].tolist(), strict=True)]
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def test_what_was_sampled_since_is_dropped(steps: Steps, since: int) -> None:
     expected = [TEXT[end : end + K].tolist() for end in ends]
     assert steps.drafts(2, 0) == expected and steps.drafts(1) == [[]]
     assert steps.drafts(2, 0, most=2) == [tokens[:2] for tokens in expected]
-    found = steps.late.match(torch.tensor([2, 0]), torch.tensor([K, 0], dtype=torch.int32))
-    assert found.confidence[:, 0].tolist() == [1 + since * (K + 1), 0] and found.num_draft.tolist() == [K, 0]
+    _, lengths, matches = steps.late.match(torch.tensor([2, 0]), torch.tensor([K, 0], dtype=torch.int32))
+    assert matches.tolist() == [1 + since * (K + 1), 0] and lengths.tolist() == [K, 0]
 
 
 def test_a_draft_that_was_wrong(steps: Steps) -> None:

@@ -28,7 +28,7 @@ VOCAB_SIZE, HEADS, NUM_SLOTS, LENGTHS = 128_256, (32, 8, 128), 1024, (31, 15, 8,
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64, "_limit_kernel": 64, "_tally_kernel": 64}
-MAX_REGISTERS |= {"_newest_kernel": 64, "_worth_kernel": 64}
+MAX_REGISTERS |= {"_newest_kernel": 64, "_join_kernel": 64, "_worth_kernel": 64}
 MAX_REGISTERS |= {"_try_kernel": 96}
 MAX_REGISTERS |= {"_attend_kernel": 128, "_walk_kernel": 64, "_compact_kernel": 64}
 # One program of 16 warps, which has a multiprocessor for itself, one of 4, and small ones.

@@ -93,6 +93,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int]]]] = {
         ("padding", "slots < num_slots, slots", "slots <= num_slots, slots", ("rows", 2100)),
         ("a kind", "_KINDS * before + 1", "_KINDS * before + 2", ("rows", 2100)),
         ("a length", "tl.load(computed_ptr + slots) + 1", "tl.load(computed_ptr + slots)", ("rows", 2100)),
+        ("another's token", "tl.where(is_first, token_ids, second_ids)", "second_ids", ("rows", 2100)),
     ],
     "budget/fused.py": [("one less", "left = budget -", "left = budget - 1 -", ("budget", 2100))],
     "trees/fused.py": [

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, needs_triton
+from interpreted import DEVICE, assert_equals_reference, needs_triton
 from launch_keys import recorded
-from vllm_specplugins.kernels.inputs import make_step, new_totals
+from vllm_specplugins.kernels.inputs import make_chains, make_step, new_totals
 from vllm_specplugins.kernels.rejection.inputs import to_device
-from vllm_specplugins.kernels.steps import limit, newest, tally
+from vllm_specplugins.kernels.steps import join, limit, newest, tally
 
 
 def run(
@@ -47,9 +47,25 @@ def test_equals_reference(num_rows: int, max_num_draft: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(("num_rows", "max_num_draft"), [(1, 1), (9, 31), (300, 5)])
+@pytest.mark.parametrize("continues", [True, False])
+def test_joined(num_rows: int, max_num_draft: int, continues: bool) -> None:
+    """To the last bit. Fails if a token stands in the place of another stage's, is another stage's, or has another
+    confidence."""
+    first, second = make_chains(num_rows, max_num_draft)
+    for chain in (second, (*second[:2], None)):
+        expected = assert_equals_reference(join, first, chain, continues)
+    if num_rows > 1:
+        assert 0 < expected[2].sum() < expected[2].numel()
+
+
+@needs_triton
 def test_few_variants() -> None:
-    """Fails if Triton compiles a kernel for each number of rows."""
+    """Fails if Triton compiles a kernel for each number of rows, or of steps."""
     with recorded("vllm_specplugins.kernels.steps") as keys:
         for num_rows in (1, 2, 16, 33):
             run(make_step(num_rows, 5), 5, "fused")
-    assert len(keys) == 3, keys
+            first, (tokens, lengths, _) = make_chains(num_rows, 5)
+            for depth in (1, 2, 4):
+                join(first, (tokens[:, :depth].contiguous(), lengths, None), True, implementation="fused")
+    assert len(keys) == 4, keys

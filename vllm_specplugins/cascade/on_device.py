@@ -10,11 +10,12 @@ import torch
 from vllm_specplugins.cascade.stage import Stage
 from vllm_specplugins.config import StageConfig
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.draft import Draft, ProposerContext
 from vllm_specplugins.kernels.acceptance import Other
+from vllm_specplugins.kernels.steps import join
 from vllm_specplugins.proposers.draft_sampler import LARGEST_PROB, ModelProposer, OnLogits
 from vllm_specplugins.stage import StageProposer
-from vllm_specplugins.structures.drafts import DraftArrays, columns, combine, either, of_stage
+from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 from vllm_specplugins.target import Target
 
 LOOKUP, MODEL = range(2)  # the stages
@@ -81,28 +82,26 @@ class DeviceModel:
             prefix = prefix.cut(self._tracker.worth(prefix, other, reports=True).num_kept)
         if batch.num_steps == 0:
             return prefix._replace(by_stage=(looked_up, looked_up * 0 - 1))
-        drafts, ends = self.drafts(batch, MODEL, limits, prefix if continues else None), prefix.num_draft
-        if continues:  # the model's tokens begin with those of the prefix
-            num_draft = torch.maximum(ends, limits)
-            joined = combine(columns(drafts.token_ids) < ends[:, None], prefix, drafts, num_draft)
-        else:
-            joined = either(ends > 0, prefix, drafts)
-        num_more = torch.where(joined.num_draft > ends, joined.num_draft - ends, -1)
-        return joined._replace(logits=drafts.logits, by_stage=(looked_up, num_more))
+        steps = self._steps(batch, prefix if continues else None)
+        sure = None if steps.confidence is None else steps.confidence.clamp(max=LARGEST_PROB)
+        first = prefix.token_ids, prefix.num_draft, prefix.confidence
+        *joined, num_second = join(first, (steps.token_ids, limits, sure), continues)
+        return DraftArrays(*joined, None, steps.logits, (looked_up, num_second))
 
-    def drafts(
-        self, batch: DeviceBatch, stage: int, limits: torch.Tensor, prefix: DraftArrays | None = None
-    ) -> DraftArrays:
-        """Runs the model token by token, after each row's newest token or after the tokens of a prefix, which then
-        begin its draft."""
+    def drafts(self, batch: DeviceBatch, stage: int, limits: torch.Tensor) -> DraftArrays:
+        """The model's tokens after each row's newest token."""
         token_ids = limits.new_zeros((len(limits), self.proposer.max_num_draft), dtype=torch.int32)
         drafts = of_stage(stage, token_ids, limits, limits * 0.0 + 1)
         if batch.num_steps == 0:
             return drafts
-        assert batch.target is not None
-        followed = None if prefix is None else (prefix.token_ids, prefix.num_draft)
-        steps = self.proposer.draft_steps(batch.target, batch.num_steps, batch.on_logits, batch.rates, followed)
+        steps = self._steps(batch)
         token_ids[:, : batch.num_steps] = steps.token_ids
         if steps.confidence is not None:
             drafts.confidence[:, : batch.num_steps] = steps.confidence.clamp(max=LARGEST_PROB)
         return drafts._replace(logits=steps.logits)
+
+    def _steps(self, batch: DeviceBatch, prefix: DraftArrays | None = None) -> Draft:
+        """Runs the model token by token, after each row's newest token or after the tokens of a prefix."""
+        assert batch.target is not None
+        followed = None if prefix is None else (prefix.token_ids, prefix.num_draft)
+        return self.proposer.draft_steps(batch.target, batch.num_steps, batch.on_logits, batch.rates, followed)

@@ -11,8 +11,8 @@ from vllm_specplugins.device import DeviceTexts, checked_draft
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.isolation.faults import DID, fault_of, logger
 from vllm_specplugins.isolation.guard import end_all_ranks
-from vllm_specplugins.kernels.history_match import LONGEST_MATCH
-from vllm_specplugins.structures.drafts import DraftArrays, columns, of_stage
+from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
+from vllm_specplugins.structures.drafts import columns
 
 
 class CustomDrafts:
@@ -50,21 +50,21 @@ class CustomDrafts:
         if found:
             self._fail(found[0])
 
-    def match(self, slots: torch.Tensor, limits: torch.Tensor, longest: int | None) -> DraftArrays:
-        """The draft of each row, cut at limits [R] and before a token outside the vocabulary."""
+    def match(self, slots: torch.Tensor, limits: torch.Tensor, longest: int | None) -> Match:
+        """The draft of each row as a match, cut at limits [R] and before a token outside the vocabulary."""
         zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
         rows = slots.clamp(max=len(self._texts.lengths) - 1)
         given = self._texts, rows, limits
         drafted = self._call(lambda: checked_draft(self.proposer.draft(*given), limits, self._max_num_draft))
         if drafted is None:
-            return of_stage(0, zeros, limits * 0, limits * 0.0 + 1)
+            return zeros, limits * 0, limits * 0.0 + 1
         token_ids, num_draft, confidence = drafted.token_ids, drafted.num_draft, drafted.confidence
         exists = ((token_ids >= 0) & (token_ids < self._vocab_size)).int().cumprod(dim=1)
         num_draft = num_draft.minimum(limits).minimum(exists.sum(dim=1)).clamp(min=0).to(limits.dtype)
         is_drafted = columns(token_ids) < num_draft[:, None]
         zeros[:, : token_ids.shape[1]] = token_ids.masked_fill(~is_drafted, 0)
         confidence = limits * 0.0 + 1 if confidence is None else confidence.float().nan_to_num(1.0)
-        return of_stage(0, zeros, num_draft, confidence.clamp(0, LONGEST_MATCH))
+        return zeros, num_draft, confidence.clamp(0, LONGEST_MATCH)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """The result; None after a fault."""

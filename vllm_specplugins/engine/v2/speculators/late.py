@@ -18,9 +18,9 @@ from vllm_specplugins.engine.v2.feedback.report import SampledTokens
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.isolation.exchange import checked_draft, for_proposer
 from vllm_specplugins.isolation.guard import Guard
-from vllm_specplugins.kernels.history_match import LONGEST_MATCH
+from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
 from vllm_specplugins.structures.arrays import Views
-from vllm_specplugins.structures.drafts import DraftArrays, columns, of_stage
+from vllm_specplugins.structures.drafts import columns
 
 _SLOT, _START, _NUM_DRAFT, _CONFIDENCE, _TOKENS = range(5)  # columns of the table; tokens to its end
 MAX_UNREAD = 64  # steps that wait for a proposer that hangs or is switched off
@@ -180,8 +180,8 @@ class LateDrafts:
         self._requests, self._num_unread, self._ended = {}, {}, []
         self._unread, self._read = deque(), deque()
 
-    def match(self, slots: torch.Tensor, limits: torch.Tensor, longest: int | None = None) -> DraftArrays:
-        """Returns the rest of each row's draft, rated as a match in a text. Slots and limits are [R]. A graph may
+    def match(self, slots: torch.Tensor, limits: torch.Tensor, longest: int | None = None) -> Match:
+        """Returns the rest of each row's draft as a match. Slots and limits are [R]. A graph may
         record the call."""
         slots = slots.long()
         row, lengths = self._table[slots], self._req_states.total_len.gpu[slots]
@@ -195,4 +195,4 @@ class LateDrafts:
         is_left = steps < num_left[:, None]
         shifted = tokens.gather(1, (steps + num_since[:, None]).clamp(0, self._length - 1))
         match_length = (row[:, _CONFIDENCE] + num_since).clamp(max=LONGEST_MATCH) * is_left[:, 0]
-        return of_stage(0, shifted * is_left, num_left, match_length)
+        return shifted * is_left, num_left, match_length

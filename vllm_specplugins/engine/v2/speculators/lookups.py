@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_specplugins.cascade.on_device import DeviceBatch
+from vllm_specplugins.cascade.on_device import LOOKUP, DeviceBatch
 from vllm_specplugins.config import PromptLookupConfig, SpecConfig, StageConfig, stage_configs
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.v2.requests import Request
@@ -16,7 +16,7 @@ from vllm_specplugins.engine.v2.speculators.custom import CustomDrafts
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.methods import build_proposer, is_custom_on_device, method_of
-from vllm_specplugins.structures.drafts import DraftArrays, either, join, to_beat
+from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage, to_beat
 
 
 class Lookups:
@@ -64,15 +64,16 @@ class Lookups:
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
         """Drafts as the first source, without a prefix."""
-        drafts, *others = (part.match(batch.slots, limits, batch.longest) for part in self._parts)
-        if not others:
-            return drafts
-        least = to_beat(others[0].num_draft, others[0].confidence[:, 0]) if self._compares else 0
-        return either(drafts.confidence[:, 0] > least, drafts, others[0])
+        match, *others = (part.match(batch.slots, limits, batch.longest) for part in self._parts)
+        if others:
+            is_first = match[2] > (to_beat(*others[0][1:]) if self._compares else 0)
+            pairs = zip((is_first[:, None], is_first, is_first), match, others[0], strict=True)
+            return of_stage(LOOKUP, *(torch.where(*pair) for pair in pairs))
+        return of_stage(LOOKUP, *match)
 
     def continued(self, batch: DeviceBatch, drafts: DraftArrays) -> DraftArrays:
         """Appends tokens from the requests' texts to drafts of another stage."""
         if self.texts is None:
             return drafts
         limits = (batch.max_lookup - drafts.num_draft).clamp(min=0)
-        return join(drafts, self.texts.match(batch.slots, limits, batch.longest, drafts))
+        return join(drafts, of_stage(LOOKUP, *self.texts.match(batch.slots, limits, batch.longest, drafts)))

@@ -11,10 +11,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.engine.v2.requests import Request
-from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
+from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
 from vllm_specplugins.request_options import REFERENCE
 from vllm_specplugins.stage import Series, StageProposer
-from vllm_specplugins.structures.drafts import DraftArrays, columns, of_stage
+from vllm_specplugins.structures.drafts import DraftArrays, columns
 from vllm_specplugins.structures.spans import SpanAllocator
 
 _ALIGNED = 16  # tokens, where a reference begins
@@ -62,15 +62,15 @@ class TokenHistories(StageProposer):
         limits: torch.Tensor,
         longest: int | None,
         prefix: DraftArrays | None = None,
-    ) -> DraftArrays:
-        """The draft of each row, after the tokens of a prefix. `longest` is an upper bound of a text's tokens; None
+    ) -> Match:
+        """The match of each row, after the tokens of a prefix. `longest` is an upper bound of a text's tokens; None
         while a graph is recorded, which must fit any text."""
         texts = self.histories if prefix is None else self._followed(slots, prefix)
         if longest is not None:
             longest += 0 if prefix is None else prefix.token_ids.shape[1]
             longest = max(longest, *(size for _, size in self._taken.values()), 1)
         ngrams = self._config.min_ngram, self._config.max_ngram
-        return of_stage(0, *history_match(texts, slots, limits, self._max_num_draft, *ngrams, self._by_slot, longest))
+        return history_match(texts, slots, limits, self._max_num_draft, *ngrams, self._by_slot, longest)
 
     def _followed(self, slots: torch.Tensor, prefix: DraftArrays) -> Texts:
         """The texts with a prefix after their ends, where vLLM writes the next tokens; a draft leaves room for one
