@@ -138,7 +138,7 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
     assert any(str(key) in sentence or repr(key)[:50] in sentence for key in config if key != "method") or (
         re.search("(proposer|stages) is missing|max_ngram", sentence)
     )
-    says = r"must be|must run|: remove |: set |: keep one |supports only|need each other|fields are|cannot be imported"
+    says = r"must be|must run|: remove |: set |: keep one |supports only|requires|fields are|cannot be imported"
     assert re.search(f"{says}|is missing", sentence)
 
 
@@ -171,7 +171,9 @@ def test_names_of_vllm(theirs: dict[str, Any], ours: Any, stage: bool, caplog: p
         assert parsed(theirs) == expected
     [line] = caplog.messages
     names = theirs.keys() - {"method"}
-    assert line.startswith(f"{theirs['method']}: accepts vLLM's names (") and all(f"{name} " in line for name in names)
+    assert line.startswith(f"{theirs['method']}: vLLM's names are accepted (") and all(
+        f"{name} " in line for name in names
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_names_of_vllm(theirs: dict[str, Any], ours: Any, stage: bool, caplog: p
     [
         (
             {"method": "prompt_lookup", "max_ngram": 4, "prompt_lookup_max": 5},
-            "prompt_lookup: remove prompt_lookup_max: it is vLLM's name of max_ngram, which is also set.",
+            "prompt_lookup: remove prompt_lookup_max: it is vLLM's name for max_ngram, which is also set.",
         ),
         (
             {"method": "early_exit", "exit_layer": 1, "rejection_sample_method": "block"},
@@ -225,7 +227,7 @@ class Likeliest:
     "name, sentence",
     [
         ("Number", "check_options of odd_classes:Number must be a function, not 5."),
-        ("Likeliest", "reads_likeliest was removed: a proposer reads only the requests' tokens."),
+        ("Likeliest", "reads_likeliest was removed: a proposer can only read tokens of requests."),
     ],
 )
 def test_odd_classes(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +258,7 @@ def test_stages_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         ("def broken(:", "(SyntaxError: invalid syntax"),
         ("import sys; sys.exit(0)", "(SystemExit: 0)"),
         ("raise RuntimeError('one\\ntwo')", "(RuntimeError: one two)"),
-        ("import not_installed_anywhere", "PYTHONPATH=. lets it be found in the current folder)"),
+        ("import not_installed_anywhere", "PYTHONPATH=. adds the current folder to the path)"),
         ("value = 1", "has no attribute 'Class')"),
         ("Class = '/'", "must name a class or a function that creates a proposer, not '/'"),
     ],
@@ -382,9 +384,9 @@ def test_trees() -> None:
         ({"tree": 7, "num_speculative_tokens": 5}, "num_speculative_tokens must be 7, the tree.s, or left out, not 5"),
         ({"tree": 7, "verification": "vllm"}, "verification must be 'fused' with tree, not 'vllm'"),
         ({"tree": 7, "look_ahead": "/folder"}, "remove look_ahead: it is untested with tree"),
-        ({"tree": 7, "draft_sample_method": "probabilistic"}, "rejection 'rounds', tree and draft_sample"),
-        ({"tree": 7, "rejection": "rounds"}, "rejection 'rounds', tree and .* need each other"),
-        ({"draft_sample_method": "probabilistic", "rejection": "rounds"}, "rejection 'rounds', tree and draft_sample"),
+        ({"tree": 7, "draft_sample_method": "probabilistic"}, "'probabilistic' requires rejection 'rounds'"),
+        ({"tree": 7, "rejection": "rounds"}, "'probabilistic' requires rejection 'rounds', which requires both"),
+        ({"draft_sample_method": "probabilistic", "rejection": "rounds"}, "requires rejection 'rounds', which"),
     ):
         with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
             parse_config({**EXIT, **more})

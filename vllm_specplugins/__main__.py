@@ -58,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if find_spec(name) is None:
                 raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install {name}).")
         if sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write(f"{args.command}: loading, which takes a minute or two the first time\n")
+            sys.stderr.write(f"{args.command}: loading; the first time, this takes one or two minutes\n")
         run = import_module(module).run
         with _interruptible():
             return int(run(args))
     except ConfigError as error:
         problem = str(error)
     except (ImportError, OSError) as error:  # such as another vLLM, or a full disk under standard output
-        problem = f"{args.command} cannot go on ({getattr(error, 'strerror', None) or error_text(error)})."
+        problem = f"{args.command} stopped ({getattr(error, 'strerror', None) or error_text(error)})."
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted.\n")
         return 130

@@ -62,14 +62,14 @@ def _entries(package: Distribution) -> list[Registered]:
 
 def _refusal(entry: Registered, names: list[str], reserved: Collection[str]) -> str | None:
     if entry.name in reserved:
-        why = "the name is that of a method of ours or of vLLM's"
+        why = "the plugin or vLLM already has a method with this name"
     elif names.count(entry.name) > 1:
         why = "another entry point registers the same name"
     elif not _NAME.fullmatch(entry.name):
-        why = "a name is made of letters, digits, '_', '-' and '.', and begins with a letter"
+        why = "a name may have only letters, digits, '_', '-' and '.', and must begin with a letter"
     else:
         return None
-    return f"the method {entry.name!r} that the package {entry.package!r} registers is refused: {why}."
+    return f"the method {entry.name!r} of the package {entry.package!r} is refused: {why}."
 
 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
@@ -114,7 +114,7 @@ def option_checks(config: SpecConfig) -> list[OptionCheck]:
 def check_gone(config: SpecConfig) -> None:
     """Raises ConfigError for a class with `reads_likeliest`, which earlier versions supported."""
     if any(asks is True for asks in _attributes(config, "reads_likeliest").values()):
-        raise ConfigError(f"{config.method}: reads_likeliest was removed: a proposer reads only the requests' tokens.")
+        raise ConfigError(f"{config.method}: reads_likeliest was removed: a proposer can only read tokens of requests.")
 
 
 def declares(config: SpecConfig, name: str) -> bool:
@@ -138,7 +138,7 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
         raise
     except BaseException as error:  # the module may exit
         cause = f"{type(error).__name__}: {error_text(error)}"
-        hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
+        hint = "; PYTHONPATH=. adds the current folder to the path" if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"{method}: proposer {brief(path)} cannot be imported ({cause}{hint}).") from error
     if not callable(imported):
         raise ConfigError(

@@ -68,11 +68,11 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     if "coupled" in sample_methods(config) and verification != "fused":
         raise ConfigError(
             f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' with verification {verification!r}, "
-            "not 'coupled': vLLM draws other noise."
+            "not 'coupled': vLLM verifies with other random numbers."
         )
     forcing = [name for name, forces in zip(methods_of(config), forces_tokens(config), strict=True) if forces]
     if len(forcing) > 1:
-        raise ConfigError(f"cascade: keep one {forcing[0]} in stages: it extends the drafts of all other stages.")
+        raise ConfigError(f"cascade: keep only one {forcing[0]} in stages: it extends the drafts of all other stages.")
     if forcing and "probabilistic" in sample_methods(config) and verification != "fused":
         raise ConfigError(
             f"{method}: draft_sample_method must be 'greedy' with {forcing[0]} and verification {verification!r}, not "
@@ -87,7 +87,7 @@ def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecCon
     kind = getattr(import_object(path, name), "Config", None)
     if kind is None:
         if "proposer" in raw:
-            raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
+            raise ConfigError(f"{name}: 'proposer' is not a field: the package sets it to {path}.")
         return SpecConfig.parse(name, CustomConfig, {**raw, "proposer": path})
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(kind)}.")

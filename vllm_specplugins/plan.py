@@ -133,11 +133,11 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     if not (config.stages or is_late):
         return None
     if not engine.use_v2_model_runner or engine.world_size != engine.tensor_parallel_size:
-        return "it drafts on the device only without a pipeline"
+        return "device drafting needs Model Runner V2 without a pipeline"
     if is_late and not (engine.async_scheduling and engine.scheduler_cls is None):
-        return "its late drafts need steps that are scheduled ahead"
+        return "its late drafts need asynchronous scheduling by vLLM's scheduler"
     if is_late and not rows[0].is_late and engine.world_size > 1:
-        return "its thread might draw random numbers that all ranks must share"
+        return "its thread may draw random numbers, which must be equal on all ranks"
     if rows[-1].runs_target and not config.longest_chain and engine.untrimmed_for is not None:
         return f"the device cannot trim its drafts: {engine.untrimmed_for}"
     return None

@@ -98,8 +98,8 @@ def read_options(raw: Any, max_model_len: int) -> Options:
         longest = MAX_OTHER_BYTES + CHARACTERS_PER_TOKEN * max_model_len
         if len(raw) > longest:
             raise ConfigError(
-                f"specplugins must be at most {longest} characters of JSON text where max_model_len is "
-                f"{max_model_len}, not {len(raw)}."
+                f"specplugins must be at most {longest} characters of JSON text for max_model_len {max_model_len}, not "
+                f"{len(raw)}."
             )
         try:
             options = _decoded(raw.encode(), max_model_len)
@@ -118,8 +118,8 @@ def _decoded(json: bytes, max_model_len: int) -> dict[str, Any]:
     num_brackets = sum(json.count(bracket) - reference.count(bracket) for bracket in (b"[", b"{"))
     if num_bytes > MAX_OTHER_BYTES or num_brackets > MAX_OTHER_BRACKETS:
         raise ConfigError(
-            f"specplugins: its JSON text must be at most {MAX_OTHER_BYTES} bytes and {MAX_OTHER_BRACKETS} brackets "
-            f"beside the reference, not {num_bytes} and {num_brackets}."
+            f"specplugins: the JSON text without the reference must be at most {MAX_OTHER_BYTES} bytes and "
+            f"{MAX_OTHER_BRACKETS} brackets, not {num_bytes} and {num_brackets}."
         )
     options: dict[str, Any] = decode(json, type=dict[str, msgspec.Raw])
     for key, value in options.items():

@@ -97,7 +97,7 @@ def test_changed_signature(tmp_path: Path) -> None:
     [problem] = compat.probe(tmp_path)
     assert problem == (
         "vllm/v1/worker/gpu_model_runner.py: GPUModelRunner._update_states does not take (self, scheduler_output); "
-        f"supported is vLLM {compat.SUPPORTED}"
+        f"the plugin supports vLLM {compat.SUPPORTED}"
     )
 
 

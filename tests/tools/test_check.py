@@ -145,7 +145,7 @@ FAULTS = {
     "writes": ("It raised an exception in 3 steps.", "ValueError: assignment destination is read-only"),
     "writes through": (f"{HERE}:Faulty wrote to batch.token_ids in ", ""),
     "too long": ("It returned an invalid draft in 3 steps.", "num_draft is not between 0 and max_num_draft"),
-    "blames": ("It raised an exception at the options of a request in ", "its text"),
+    "blames": ("It raised an exception for the options of a request in ", "its text"),
     "keeps": ("Its kept still holds 16 of 16 requests that ended.", ""),
 }
 
@@ -223,7 +223,7 @@ def test_tokenizer(refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_command(capsys: pytest.CaptureFixture[str], refused: Any) -> None:
     """Exit codes, and one sentence each."""
     assert main(["check", f"{HERE}:Oracle"]) == 0
-    assert "Nothing is violated." in capsys.readouterr().out
+    assert "No rule is violated." in capsys.readouterr().out
     assert main(["check", f"{HERE}:Faulty", "--options", '{"fault":"raises"}']) == 1
     printed = capsys.readouterr().out
     assert "violated: It raised an exception in 3 steps" in printed

@@ -263,7 +263,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["replay", "--data", "-", "--tokenizer", str(DEMO_MODEL), *arguments]) == 0
     printed, found = capsys.readouterr().out, json.loads(out.read_text())
     assert "1 at a time" in printed and "2 at a time" in printed and "Predicted: prompt_lookup" in printed
-    assert "3 requests say little of others" in printed and "The largest K tried is the best" in printed
+    assert "3 requests say little about other traffic" in printed and "The largest K tried is the best" in printed
     assert max(len(line) for line in printed.splitlines() if not line.startswith("--")) <= 100
     by_key = {(row["batch"], row["method"], row["policy"], row["num_draft"]): row for row in found["rows"]}
     expected = {(b, "prompt_lookup", p, k) for b in (1, 2) for p in ("always", "gated") for k in (2, 6)}

@@ -28,14 +28,14 @@ def with_our_names(method: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         ours = aliases.get(name, name)
         if name == VERIFICATION:
             _check_verification(method, value)
-            changes.append(f'{name} "standard" as exact verification')
+            changes.append(f'{name} "standard" selects exact verification')
         elif ours in values or (ours != name and ours in raw):
-            raise ConfigError(f"{method}: remove {name}: it is vLLM's name of {ours}, which is also set.")
+            raise ConfigError(f"{method}: remove {name}: it is vLLM's name for {ours}, which is also set.")
         else:
             values[ours] = _class_path(value) if ours == "proposer" else value
             changes += [f"{name} sets {ours}"] * (ours != name)
     if changes:
-        logger.info("%s: accepts vLLM's names (%s).", method, ", ".join(changes))
+        logger.info("%s: vLLM's names are accepted (%s).", method, ", ".join(changes))
     return values
 
 

@@ -80,9 +80,7 @@ def check_built_in(config: SpecConfig) -> None:
     """Raises ConfigError for more than one such stage, or if vLLM's sampler cannot verify another stage's drafts."""
     names = [stage.method for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)]
     if len(names) > 1:
-        raise ConfigError(
-            f"cascade: keep one of {' and '.join(names)} in stages: only one proposer may be built into vLLM."
-        )
+        raise ConfigError(f"cascade: keep only one of {' and '.join(names)} in stages: vLLM runs one drafter.")
     if names and "probabilistic" in sample_methods(config):
         raise ConfigError(
             f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages of a cascade with {names[0]}, "

@@ -48,14 +48,14 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
     samples = "probabilistic" in sample_methods(config)
     if (tree and samples != in_rounds) or (in_rounds and (config.stages or not tree)):
         raise ConfigError(
-            f"{method}: rejection 'rounds', tree and draft_sample_method 'probabilistic' need each other and no "
-            f"cascade; rejection is {'rounds' if in_rounds else None!r} here."
+            f"{method}: tree with draft_sample_method 'probabilistic' requires rejection 'rounds', which requires both "
+            f"and no cascade; rejection is {'rounds' if in_rounds else None!r}."
         )
     if not tree:
         return config
     if says_length and config.length != tree:
         raise ConfigError(
-            f"{method}: num_speculative_tokens must be {tree}, the tree's, or left out, not {config.length}."
+            f"{method}: num_speculative_tokens must be {tree}, the value of tree, or left out, not {config.length}."
         )
     if (verification := config.common.verification) != "fused":
         raise ConfigError(f"{method}: verification must be 'fused' with tree, not {verification!r}.")
@@ -85,7 +85,8 @@ def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length:
             )
     if says_length and config.length != num_nodes:
         raise ConfigError(
-            f"{method}: num_speculative_tokens must be {num_nodes}, lookahead's, or left out, not {config.length}."
+            f"{method}: num_speculative_tokens must be {num_nodes}, the nodes of lookahead, or left out, not "
+            f"{config.length}."
         )
     if verification != "fused":
         raise ConfigError(f"{method}: verification must be 'fused' with lookahead, not {verification!r}.")

@@ -153,7 +153,7 @@ def check_stages(config: SpecConfig) -> None:
         if num is not None and not is_integer(num, 1, config.length):
             raise ConfigError(
                 f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to {config.length}, the "
-                f"cascade's, not {brief(num)}."
+                f"cascade's K, not {brief(num)}."
             )
         if index and rule(config) == "verify" and not isinstance(stage.method_config, EarlyExitConfig):
             raise ConfigError(

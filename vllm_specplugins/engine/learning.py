@@ -58,7 +58,7 @@ def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None
         except (AttributeError, TypeError, ValueError, RuntimeError):  # a model of another make, or shape
             pass
     logger.warning(
-        "learn: no training, because gradients cannot pass the output head of %s. Remove the field learn.",
+        "learn trains nothing, because gradients cannot pass through the output head of %s. Remove the field learn.",
         type(model).__name__,
     )
     return None

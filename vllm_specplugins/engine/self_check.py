@@ -26,12 +26,12 @@ def stop_if_only(vllm_config: Any) -> None:
         return
     on = device()
     if on is None:
-        sys.stdout.write("self-check: a CPU runs the references, nothing to check\n")
+        sys.stdout.write("self-check: a CPU runs the references, so there is nothing to check\n")
         sys.exit(0)
     problems = 0
     for finding in check_device(on, shapes_of(vllm_config)):
         problems += bool(finding.problem)
-        sys.stdout.write(f"self-check: {finding.name}: {finding.problem or 'as its reference'}\n")
+        sys.stdout.write(f"self-check: {finding.name}: {finding.problem or 'equals its reference'}\n")
     sys.exit(1 if problems else 0)
 
 

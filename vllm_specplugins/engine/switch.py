@@ -37,7 +37,7 @@ def _with_scheduler(original: Any, self: Any, method: Any, *args: Any, **kwargs:
         if hasattr(self.scheduler, "switch"):
             self.scheduler.switch(is_off)
         elif is_off:
-            raise ValueError("remove scheduler_cls to switch drafting off: only the plugin's schedulers can.")
+            raise ValueError("remove scheduler_cls to switch drafting off: only the plugin's schedulers support this.")
     return results
 
 
@@ -47,8 +47,8 @@ def checked_mode(mode: Any, data_parallel_size: int) -> str:
         raise ValueError(f"mode must be {NONE!r} or {AUTO!r}, not {mode!r}.")
     if mode == NONE and data_parallel_size > 1:
         raise ValueError(
-            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: the engines wait for each "
-            "other and must draft alike."
+            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: all engines must draft "
+            "alike."
         )
     return str(mode)
 

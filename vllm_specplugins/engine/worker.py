@@ -62,7 +62,7 @@ class _WithProposer:
             with runner.while_built(self.vllm_config):
                 super().init_device()  # type: ignore[misc]
             if not runner.is_known(self.model_runner):
-                problem = f"does not know vLLM's model runner {type(self.model_runner).__name__}"
+                problem = f"does not support vLLM's model runner {type(self.model_runner).__name__}"
         except Exception as error:
             if untested_version() is None:
                 raise
@@ -151,7 +151,7 @@ class _WithProposer:
             for _, stage in self._stages() if hasattr(self, "_reporter") else ():
                 stage.close()
         except Exception as error:
-            logger.error("Shutdown: the files of proposers cannot be saved (%s).", cause_text(error))
+            logger.error("Shutdown: the engine cannot save the files of proposers (%s).", cause_text(error))
         finally:
             super().shutdown()  # type: ignore[misc]
 

@@ -108,7 +108,7 @@ class NotFinite(Nonsense):
     """`num_tokens` tokens were drawn from logits that form no distribution."""
 
     def __init__(self, num_tokens: int):
-        super().__init__("logits with NaN or infinity, or none that a token could be drawn from")
+        super().__init__("its logits have NaN or infinity, or allow no token")
         self.num_tokens = num_tokens
 
 
@@ -126,7 +126,7 @@ def checked_draft(
         Nonsense: a field differs from draft.Draft in type, dtype or shape, or has a value out of range.
     """
     if type(draft) is not Draft:
-        raise Nonsense(f"a {type(draft).__name__}, expected a Draft")
+        raise Nonsense(f"it is a {type(draft).__name__}, expected a Draft")
     num_reqs = len(limits)
     fields: list[Any] = [getattr(draft, name, None) for name in Draft.__slots__]
     token_ids, num_draft, confidence, logits = fields

@@ -29,7 +29,7 @@ DID = {  # words for the log and for `check`; the causes are labels of a metric
     HANGS: "did not answer in time",
     NONSENSE: "returned an invalid draft",
     SLOW: "was too slow",
-    CHARGED: "raised an exception at the options of a request",
+    CHARGED: "raised an exception for the options of a request",
     NOT_FINITE: NOT_FINITE,
 }
 
@@ -69,7 +69,7 @@ class CircuitBreaker:
         if self.health.switched_off and self.clock() >= self._off_until:
             self.health.switched_off = False
             self._on_since = self.clock()
-            _warn("%s: the circuit breaker closes after %.0f s; it drafts again.", self.name, self.health.pause_s)
+            _warn("%s: the circuit breaker closes after %.0f s, and drafting resumes.", self.name, self.health.pause_s)
         return self.health.switched_off
 
     def record(self, fault: Fault, charged_to: Sequence[str]) -> None:
@@ -96,7 +96,7 @@ class CircuitBreaker:
         health.times_switched_off += 1
         self._off_until = now + health.pause_s
         _warn(
-            "%s failed %d times within %d steps: the circuit breaker opens for %.0f s. Requests continue undrafted.",
+            "%s failed %d times in %d steps: the circuit breaker opens for %.0f s. Requests continue without drafts.",
             self.name,
             MAX_FAULTS,
             FAULT_WINDOW,

@@ -29,9 +29,9 @@ from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_leng
 MIN_STEPS = 8  # of an output: fewer tell little about an exit
 COLUMNS = ("same", "min(p, q)", "best K", "tok/step")
 LEGEND = (
-    "same: how often the exit would have drafted the model's greedy token. min(p, q): share of the exit's samples that "
-    "is accepted at temperature 1. tok/step: that best K emits, replayed on the model's outputs; K is best where a "
-    "draft token takes its share of the layers. Exits in bold are served."
+    "same: share of tokens for which the exit drafts the model's greedy token. min(p, q): share of the exit's samples "
+    "that verification accepts at temperature 1. tok/step: tokens per step at the best K, replayed on the model's "
+    "outputs, where a draft token costs its share of the layers. The exits in bold are served."
 )
 
 
@@ -87,7 +87,7 @@ def pick_prompts(args: argparse.Namespace) -> Workload:
         )
     rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)
     if not rows:
-        raise ConfigError(f"--dataset-path must have at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
+        raise ConfigError(f"--dataset-path must have at least {MIN_ROW_TOKENS} tokens in one file.")
     return Workload("data", [rows[index] for index in every_nth(len(rows), num_prompts(args))])
 
 

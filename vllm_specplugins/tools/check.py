@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     for text_of in dict.fromkeys(seen):
         say(text_of)
     if not violations:
-        say("Nothing is violated.")
+        say("No rule is violated.")
     return 1 if violations else 0
 
 
@@ -157,7 +157,7 @@ def check(
     if watched.num_writes:
         custom: Any = config.method_config
         violations.append(
-            f"{custom.proposer} wrote to batch.token_ids in {_steps(watched.num_writes)}, which are read-only."
+            f"{custom.proposer} wrote to batch.token_ids in {_steps(watched.num_writes)}; these arrays are read-only."
         )
     return violations, barrier.counters
 
@@ -198,7 +198,7 @@ def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:
             versions = [tensor._version for tensor in given.values()]
             checked_draft(proposer.draft(texts, given["slots"], limits), limits, context.max_num_draft)
     except Exception as error:
-        yield f"No CUDA graph can record it, so on a GPU it drafts nothing ({fault_of(error, ()).cause})."
+        yield f"No CUDA graph can record it, so it drafts nothing on a GPU ({fault_of(error, ()).cause})."
         return
     for (name, tensor), version in zip(given.items(), versions, strict=True):
         if tensor._version != version:
@@ -211,8 +211,8 @@ def _figures(counters: Counters) -> list[tuple[str, str]]:
         ("steps of single requests", f"{steps}"),
         ("with a draft", f"{counters.drafts / steps:.0%}"),
         ("draft tokens accepted", f"{counters.accepted_tokens} of {counters.drafted_tokens}"),
-        ("tokens a step", f"{1 + counters.accepted_tokens / steps:.2f}"),
-        ("us a request and step", f"{counters.propose_ms * 1000 / steps:.1f}"),
+        ("tokens per step", f"{1 + counters.accepted_tokens / steps:.2f}"),
+        ("us per request and step", f"{counters.propose_ms * 1000 / steps:.1f}"),
     ]
 
 

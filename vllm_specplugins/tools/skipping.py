@@ -25,8 +25,8 @@ HIGHEST = 0.0  # score, the mean logarithm of a probability
 PAYS = 1.05  # a guess of so much
 COLUMNS = ("same", "best K", "tok/step", "by layers")
 LEGEND = (
-    "same: how often these layers draft the model's token of a held-out answer. tok/step: that best K emits. by "
-    "layers: speed-up where a draft token takes its share of the layers, and nothing else any time."
+    "same: share of held-out tokens for which these layers draft the model's token. tok/step: tokens per step at the "
+    "best K. by layers: speed-up if a draft token costs its share of the layers, and nothing else takes time."
 )
 
 
@@ -157,5 +157,5 @@ def show(subsets: Sequence[Subset]) -> None:
     ]  # fmt: skip
     show_table(COLUMNS, {"": rows}, "layers")
     best = max(subsets, key=lambda row: row.guess)
-    verdict = "Measure it before you serve with it: bench." if best.guess > PAYS else "None is likely to pay."
+    verdict = "Measure it with `bench` before you serve it." if best.guess > PAYS else "No set is likely to pay off."
     say(f"{LEGEND}\n\n{verdict}\n{serve_with(best.config)}")

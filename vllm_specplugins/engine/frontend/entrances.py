@@ -22,9 +22,9 @@ from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 logger = logging.getLogger("vllm.specplugins")
 RUST = (
-    "VLLM_USE_RUST_FRONTEND is set. A request with an invalid option runs without options, instead of answering 400. "
-    "`prediction`, and a reference given as text, are ignored. Set VLLM_SPECPLUGINS_METRICS_PORT to export the "
-    "plugin's metrics, which the server's /metrics does not have."
+    "VLLM_USE_RUST_FRONTEND is set: a request with an invalid option runs without options and gets no 400. The server "
+    "ignores `prediction` and a reference in text. Its /metrics lacks the plugin's metrics: set "
+    "VLLM_SPECPLUGINS_METRICS_PORT to export them."
 )
 
 
@@ -44,7 +44,7 @@ class EngineOptions(OptionsResolver):
             cause = str(error) if isinstance(error, VLLMValidationError) else f"{cause_text(error)}."
             self._log_once(
                 type(error).__name__,
-                f"A request runs without its options, which bypassed vLLM's Python front end: {cause}",
+                f"A request bypassed vLLM's Python front end and runs without its options: {cause}",
             )
         return {}
 

@@ -83,14 +83,14 @@ def _engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             compat.check_installed()
             if version := compat.untested_version():
-                fallback.check_choice(f"vllm-specplugins was not tested with vLLM {version}, but {compat.SUPPORTED}")
+                fallback.check_choice(f"vllm-specplugins was tested with vLLM {compat.SUPPORTED}, not {version}")
             vllm_config = _with_method(config, original, self, *args, **kwargs)
         except compat.NotSupportedError as error:
             problem = f"vllm-specplugins does not support this vLLM ({error})"
             fallback.check_choice(problem)
             return fallback.serve_without_us(raw, problem, original, self, *args, **kwargs)
         if version:
-            words = "vllm-specplugins was tested with vLLM %s, not %s. It drafts: all names that it uses exist."
+            words = "vllm-specplugins was tested with vLLM %s, not %s. It drafts, because all names that it uses exist."
             logger.warning(words, compat.SUPPORTED, version)
         return vllm_config
 

@@ -49,17 +49,19 @@ def fitting_server(config: SpecConfig, engine_args: Any, model_config: Any) -> S
         f"LoRA needs max_num_batched_tokens ({num_tokens}) >= max_num_seqs ({num_seqs}) x (K + 1)": (
             limit if engine_args.enable_lora else length
         ),
-        f"with max_num_seqs {num_seqs}, bitmasks of structured output would take {size:.2f} GiB on the device and "
-        f"{size:.2f} GiB on the host, more than {MASKS_SHARE:.0%} of the device's memory": (
-            max(SHORT, fits) if device_bytes else length
-        ),
+        f"for max_num_seqs {num_seqs}, bitmasks of structured output would take {size:.2f} GiB on the device and on "
+        f"the host, more than {MASKS_SHARE:.0%} of the device's memory": (max(SHORT, fits) if device_bytes else length),
         f"max_model_len is {model_config.max_model_len}": max(1, model_config.max_model_len - 1),
     }
     reason = min(reasons, key=reasons.__getitem__)
     if (limit := reasons[reason]) >= length:
         return config
     logger.info(
-        "%s: the default of num_speculative_tokens is %d here instead of %d: %s.", config.method, limit, length, reason
+        "%s: num_speculative_tokens defaults to %d instead of %d on this server: %s.",
+        config.method,
+        limit,
+        length,
+        reason,
     )
     return replace(shortened(config, limit), says_length=False)
 
@@ -94,11 +96,11 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
     if limit < 2 or config.says_length:
         num = config.length if config.says_length else 1
         raise ConfigError(
-            f"{config.method}: {name} must allow {num + 1} tokens with {num} draft tokens (num_speculative_tokens), "
-            f"since vLLM pads prompts to one token more, not {limit}."
+            f"{config.method}: {name} must allow {num + 1} tokens with num_speculative_tokens {num}, since vLLM adds a "
+            f"token, not {limit}."
         )
     sentence = (
-        "%s: the default of num_speculative_tokens is %d here instead of %d, because %s is %d and vLLM adds a token."
+        "%s: num_speculative_tokens defaults to %d instead of %d on this server: %s is %d, and vLLM adds a token."
     )
     logger.info(sentence, config.method, limit - 1, config.length, name, limit)
     return shortened(config, limit - 1)

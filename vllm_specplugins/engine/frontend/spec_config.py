@@ -203,7 +203,7 @@ def _untrimmed_for(vllm_config: Any) -> str | None:
     """Why adaptive verification cannot trim drafts, as far as is known before the engine starts."""
     parallel, model, config = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     if reads_lengths_on_host(config):
-        return "vLLM's drafter takes its longest query from the lengths that the host knows"
+        return "vLLM's drafter reads the longest draft length on the host"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return "it needs full CUDA graphs"
     for name, is_set in (

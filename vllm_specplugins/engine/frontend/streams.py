@@ -43,7 +43,7 @@ def _parser(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not unproven:
         return parser
     logger.info(
-        "%s reads a stream token by token, because it is not proven with several tokens at once.",
+        "%s parses streams token by token, because tests do not cover it with several tokens at once.",
         " and ".join(unproven),
     )
     return type(parser.__name__, (_TokenByToken, parser), {})

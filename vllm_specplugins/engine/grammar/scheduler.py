@@ -72,7 +72,7 @@ class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
             tokens = forced.after(grammar, draft[start:], min(room, max_num), request)
         except Exception as error:  # a client's grammar may cost only the client's drafts
             if not self._has_failed:
-                words = "grammar: no draft for a request in this step (%s). This is logged once."
+                words = "grammar cannot draft for a request in this step (%s). This is logged once."
                 logger.error(words, cause_text(error))
             self._has_failed = True
             return

@@ -66,7 +66,7 @@ class EngineProcess:
         try:
             message = self._pipe.recv()
         except (EOFError, OSError):
-            message = "it ended without a word"
+            message = "it ended without a message"
         if isinstance(message, str):
             raise ConfigError(f"{self._blame}; its log is {self._log} ({message}).")
         return message

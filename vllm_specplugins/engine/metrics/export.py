@@ -47,7 +47,7 @@ class Exporter:
         except Exception as error:
             if not self._has_failed:
                 logger.error(
-                    "Metrics: a report cannot be exported (%s). Requests continue. This is logged once.",
+                    "The engine cannot export a report of metrics (%s). Requests continue. This is logged once.",
                     cause_text(error),
                 )
             self._has_failed = True
@@ -72,7 +72,7 @@ def shown_on(address: Address, vllm_config: VllmConfig) -> Callable[[Mapping[str
         logger.info("The plugin exports its metrics on http://%s/metrics.", address)
     except OSError as error:
         logger.error(
-            "No metrics: the engine cannot listen on %s (%s). Set VLLM_SPECPLUGINS_METRICS_PORT to a free port.",
+            "The engine cannot export metrics on %s (%s). Set VLLM_SPECPLUGINS_METRICS_PORT to a free port.",
             address,
             error,
         )

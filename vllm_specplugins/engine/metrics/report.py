@@ -90,7 +90,8 @@ class Reporter:
         except Exception as error:
             self._has_failed = True
             logger.error(
-                "Metrics end, because the worker cannot report them (%s). Requests continue.", cause_text(error)
+                "The engine stops exporting metrics, because the worker cannot report them (%s). Requests continue.",
+                cause_text(error),
             )
             return output
 

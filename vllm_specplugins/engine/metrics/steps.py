@@ -103,7 +103,7 @@ class StepWatch:
                     times.append((key("shape_time_seconds", *labels_of(shape)), tuple(its.seconds)))
         except Exception as error:
             self._has_failed = True
-            logger.error("Metrics of steps end (%s). Requests continue.", cause_text(error))
+            logger.error("The engine stops counting steps by shape (%s). Requests continue.", cause_text(error))
         return StepSums(tuple(counts.items()), tuple(times))
 
     def _count(self, step: Any, sums: Mapping[Shape, _Steps]) -> str | None:

@@ -33,7 +33,7 @@ def check_states(vllm_config: VllmConfig, method: str) -> None:
     model = vllm_config.model_config
     if has_state(model) and (kinds := sorted(stays & kinds_of_state(_module_of(model)))):
         raise ConfigError(
-            f"{method}: model must not have states of kind {kinds[0]}, as {model.architecture} has: vLLM cannot "
+            f"{method}: model must have no states of kind {kinds[0]}, but {model.architecture} has them: vLLM cannot "
             "restore them after a rejection."
         )
 

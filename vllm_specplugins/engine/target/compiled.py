@@ -31,7 +31,9 @@ def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[...,
         return _compile(cut, tag, takes_states)
     except Exception as error:
         logger.warning(
-            "Drafting runs %s without torch.compile, which failed (%s). Drafts are slower.", tag, cause_text(error)
+            "torch.compile failed for %s (%s). Drafting runs it without compilation and is slower.",
+            tag,
+            cause_text(error),
         )
         return forward
 

@@ -19,17 +19,17 @@ _PLAIN_INPUTS = {
 
 
 def uncuttable(method: str, model: str) -> ConfigError:
-    wanted = "a decoder whose body runs `layers` from `start_layer` to `end_layer` and `norm` behind them"
+    wanted = "a decoder whose body runs `layers` from `start_layer` to `end_layer`, and then `norm`"
     return ConfigError(f"{method}: model must be {wanted}, as vLLM's Llama does, not {model}.")
 
 
 def unskippable(method: str, model: str) -> ConfigError:
-    wanted = "one where a layer gets no more than states from earlier layers"
-    return ConfigError(f"{method}: layers must be left out for this model, or the model must be {wanted}, not {model}.")
+    wanted = "one whose layers read nothing but states of earlier layers"
+    return ConfigError(f"{method}: remove layers: the model must be {wanted}, not {model}.")
 
 
 def takes_no_states(method: str, model: str) -> ConfigError:
-    wanted = "a decoder whose body hands `inputs_embeds` to its layers as they are, as vLLM's Llama does"
+    wanted = "a decoder whose body passes `inputs_embeds` unchanged to its layers, as vLLM's Llama does"
     return ConfigError(f"{method}: model must be {wanted}, not {model}.")
 
 

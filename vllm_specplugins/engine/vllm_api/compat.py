@@ -110,10 +110,10 @@ def probe(package: Path, runners: Container[str | None] = (None, "v1", "v2")) ->
         for name, parameters in wanted.items():
             node = find(module, name)
             if node is None:
-                yield f"vllm/{file}: {name} is missing; supported is vLLM {SUPPORTED}"
+                yield f"vllm/{file}: {name} is missing; the plugin supports vLLM {SUPPORTED}"
             elif parameters is not None and not fit(parameters_of(node) or "", parameters):
                 listed = parameters.replace(" ", ", ")
-                yield f"vllm/{file}: {name} does not take ({listed}); supported is vLLM {SUPPORTED}"
+                yield f"vllm/{file}: {name} lacks parameters ({listed}); the plugin supports vLLM {SUPPORTED}"
 
 
 def fit(parameters: str, listed: str) -> bool:

@@ -47,7 +47,7 @@ class TokenIds:
         """Reads a piece of an answer. Raises Refused if it has too many tokens, or unknown ones."""
         tokens = choice["token_ids"]
         if len(tokens) > max_tokens or not all(type(id_) is int and 0 <= id_ < self._vocab_size for id_ in tokens):
-            raise Refused("more tokens than asked for, or outside of the vocabulary")
+            raise Refused("the answer has more tokens than requested, or ids outside of the vocabulary")
         return tuple(tokens)
 
     def num_tokens(self, guess: Guess) -> int:
@@ -81,7 +81,7 @@ class Text:
     def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
         text: bytes = choice["text"].encode()
         if len(text) > MAX_TOKEN_BYTES * max_tokens:
-            raise Refused("more text than asked for")
+            raise Refused("the answer has more text than requested")
         return text
 
     def num_tokens(self, guess: Guess) -> int:

@@ -144,4 +144,4 @@ def _form(config: RemoteConfig, context: ProposerContext) -> Form:
     try:
         return Text(context.codec())
     except ValueError as error:
-        raise ConfigError(f'remote: tokenizer "other" needs a fast one of the target: {error}.') from None
+        raise ConfigError(f'remote: tokenizer "other" requires a fast tokenizer of the target: {error}.') from None

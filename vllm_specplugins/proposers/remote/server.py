@@ -111,7 +111,7 @@ class Server:
                     pieces.append(self._form.read(choice, num_tokens))
                     num_tokens -= self._form.num_tokens(pieces[-1])
         if num_events == 0:
-            raise ValueError("no stream of text")
+            raise ValueError("the answer is no stream of text")
 
     async def _ask_max_model_len(self) -> int:
         """Reads the drafter's max_model_len in the list of models, where vLLM and others give it."""
@@ -129,7 +129,7 @@ class Server:
         if self._pause.failed():
             words = f"{type(error).__name__}: {error}" if type(error) is ValueError else type(error).__name__
             logger.warning(
-                "remote: no drafts, because %s does not answer (%s). Requests continue; it is asked again later.",
+                "remote drafts nothing, because %s does not answer (%s). Requests continue; the engine tries again.",
                 self._url,
                 words,
             )
@@ -149,5 +149,5 @@ async def _lines(response: aiohttp.ClientResponse, max_lines: int) -> AsyncItera
     async for line in response.content:
         num_bytes += len(line)
         if (max_lines := max_lines - 1) < 0 or num_bytes > MAX_BYTES:
-            raise ValueError("more text than asked for")
+            raise ValueError("the answer has more text than requested")
         yield line

@@ -161,7 +161,7 @@ class SharedTexts:
         except Exception as error:  # of the network, of the server, or of options in the address
             self.counts["failed"] += 1
             if self._pause.failed():
-                message = "suffix_lookup: no sharing of outputs, because %s cannot be reached (%s). It is tried again."
+                message = "suffix_lookup shares no outputs, because %s cannot be reached (%s). The engine tries again."
                 logger.warning(message, self._place, type(error).__name__)
             drop_oldest(self._unsent, PLACE_BYTES * self._max_tokens)
             return False

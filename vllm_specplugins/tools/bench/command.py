@@ -141,7 +141,7 @@ def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequ
     context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
     if longest + args.tokens > context:
         raise ConfigError(
-            f"--output-len must be at most {max(0, context - longest)} after these prompts, not {args.tokens}."
+            f"--output-len must be at most {max(0, context - longest)} with these prompts, not {args.tokens}."
         )
     return {
         "model": args.model,

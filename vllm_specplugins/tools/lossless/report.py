@@ -20,10 +20,10 @@ COLUMNS = ("drafted", "accepted", "chi-squared", "free", "p", "verdict")
 PASSED, REFUSED, UNPROVEN, WRONG, DIED = "passed", "refused", "nothing drafted", "WRONG", "DIED"
 STYLES = {PASSED: "none", REFUSED: "yellow", UNPROVEN: "red", WRONG: "bold red", DIED: "bold red"}
 LEGEND = (
-    "chi-squared, free: of the counts of the first tokens against their exact probabilities, rare outcomes merged, and "
-    "its degrees of freedom. Temperature 0: outputs against those without speculation, token for token. p: how "
-    "probable such a deviation is if nothing is wrong. The verdict is Bonferroni's over all rows: if nothing is wrong, "
-    f"at most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."
+    "chi-squared: the statistic of the first tokens' counts and exact probabilities; it merges rare outcomes. free: "
+    "its degrees of freedom. At temperature 0, outputs must equal those without speculation. p: the probability of "
+    "such a deviation without an error. The verdict applies Bonferroni's correction to all rows: without an error, at "
+    f"most one run in {1 / FALSE_ALARMS:,.0f} reports {WRONG}."
 )
 
 

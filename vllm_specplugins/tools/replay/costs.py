@@ -69,9 +69,9 @@ class Load:
 NO_SPECULATION = CostTable({1: 0.556, 8: 0.663, 32: 0.956})
 LOOKUP = CostTable({1: 1.085, 8: 1.234, 32: 1.68})
 HOST_SOURCE = (
-    "the host's share as measured on an engine whose device does nothing: 0.56, 0.66 and 0.96 ms a step at 1, 8 and 32 "
-    "requests without speculation, 1.09, 1.23 and 1.68 with prompt_lookup beside the device; the device waits for "
-    "drafting on the host"
+    "host time, measured on an engine whose device does nothing: 0.56, 0.66 and 0.96 ms per step at 1, 8 and 32 "
+    "requests without speculation, and 1.09, 1.23 and 1.68 ms with prompt_lookup; the device waits for drafting on the "
+    "host"
 )
 BANDWIDTH = 3.35e12  # bytes per second of an H100 SXM
 LAYERS, KV_BYTES = 32, 32 * 2 * 4096 * 2  # of Llama 2 7B

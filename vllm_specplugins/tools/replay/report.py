@@ -18,11 +18,11 @@ BOOTSTRAPS = 1000
 FEW_REQUESTS = 200  # their range tells little of others
 COLUMNS = ("K", "tok/step", "drafted", "accepted", "draft, us", "ms/token", "predicted")
 LEGEND = (
-    "K: the fastest of those tried. tok/step: mean tokens of a request's step, its first token left out (acceptance "
-    "length). drafted: share of steps with a draft. accepted: share of draft tokens that were right. draft: time of "
-    "drafting for a request and step, where the device waits for it. ms/token: time of the engine for a token of any "
-    "request. predicted: the speed-up over no speculation, and its range (95 %) over requests like these. gated: a "
-    "gate drafts only what pays; fixed: K tokens in each step."
+    "K: the fastest value tried. tok/step: mean tokens of a request's step, without its first token (acceptance "
+    "length). drafted: share of steps with a draft. accepted: share of draft tokens that the target accepts. draft: "
+    "drafting time per request and step, if the device waits for it. ms/token: time of the engine per token of any "
+    "request. predicted: the speed-up over no speculation, with its 95 % range for similar requests. gated: a gate "
+    "drafts only what pays off; fixed: each step drafts K tokens."
 )
 
 
@@ -121,9 +121,9 @@ def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Cand
     words = f"Predicted: {best.method}{gated}, K = {best.num_draft}, serves this {gain:.2f} times as fast as without"
     words += f" ({', '.join(f'{row.title}: {row.speed}' for row in cells)})"
     if any(row.speed_up < LOSES for row in cells):
-        words += "; where it loses, go without"
+        words += "; where it loses, serve without speculation"
     if all(row.low <= 1 for row in cells):
-        return f"{words}. No advice: the ranges do not tell it from no speculation.", best
+        return f"{words}. No advice: the ranges include the speed of no speculation.", best
     return f"{words}. Measure it with `bench` before you serve with it.\n{serve_with(best.config or {})}", best
 
 
@@ -161,9 +161,9 @@ def _notes(rows: Sequence[Row], best: Candidate | None, done: Mapping[str, Any])
         f"prompts, on Model Runner {done['runner'].upper()}. A step's cost: {done['costs']}{host}."
     ]
     if done["requests"] < FEW_REQUESTS:
-        words.append(f"{done['requests']} requests say little of others: play {FEW_REQUESTS} or more.")
-    words += [f"{method} is played as on V1: on V2 its drafts come a step or two later." for method in done["late"]]
+        words.append(f"{done['requests']} requests say little about other traffic: replay {FEW_REQUESTS} or more.")
+    words += [f"{method} is simulated as on V1; on V2 its drafts are one or two steps late." for method in done["late"]]
     if best is not None and best.num_draft == done["most"]:
-        words.append("The largest K tried is the best: try larger ones, or leave --num-draft out.")
+        words.append("The largest K tried is the best: try larger values, or leave --num-draft out.")
     faulty = dict.fromkeys(row.method for row in rows if row.num_faults)
-    return words + [f"{method} failed now and then, which cost it drafts; `check` says at what." for method in faulty]
+    return words + [f"{method} lost drafts by faults; `check` shows their cause." for method in faulty]
