@@ -243,8 +243,8 @@ def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None
     add(name, f"folder or Hugging Face name of a model{more}", metavar="MODEL", **kwargs)
 
 
-# By command: the module with its `run`, packages that it needs beside this one, and the function that adds its
-# arguments, with its help as docstring.
+# By command: the module with its `run`, the additional packages that it needs, and the function that adds its arguments
+# and has its help as docstring.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], Callable[[Add], None]]] = {
     "train-exit-head": ("vllm_specplugins.tools.training.command", TORCH, _train_exit_head),
     "train-jump": ("vllm_specplugins.tools.training.command", TORCH, _train_jump),

@@ -1,4 +1,4 @@
-"""The field `tree` of a method: drafts are verified as trees (proposers/tree.py)."""
+"""Checks the field `tree` of a method, which makes the target verify drafts as trees (proposers/tree.py)."""
 
 from dataclasses import replace
 from itertools import product
@@ -10,7 +10,7 @@ from vllm_specplugins.config.whole import SpecConfig, methods_of, rule, sample_m
 
 
 def chain_length(num_nodes: int) -> int:
-    """The number of chain tokens in a tree of this size: about a third.
+    """Returns the number of chain tokens in a tree of this size, about a third.
 
     >>> [chain_length(num_nodes) for num_nodes in (1, 4, 7, 15, 31)]
     [1, 2, 3, 6, 11]
@@ -19,8 +19,9 @@ def chain_length(num_nodes: int) -> int:
 
 
 def sibling_places(num_nodes: int) -> list[tuple[int, int]]:
-    """Depths and sibling turns of the nodes in a tree of sampled drafts. They must not depend on the drafts, so the
-    nodes with the smallest depth + 2 * turn are taken: a later sibling is accepted less often than a deeper token.
+    """Returns the depth and the sibling's rank of each node in a tree of sampled drafts. The shape must not depend on
+    the drafts, so the tree has the nodes with the smallest depth + 2 * rank: a later sibling is accepted less often
+    than a deeper token.
 
     >>> sibling_places(7)
     [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
@@ -30,8 +31,8 @@ def sibling_places(num_nodes: int) -> list[tuple[int, int]]:
 
 
 def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
-    """A copy in which K is the tree's size, and the stage after a lookup drafts the chain. Without `tree`, returns the
-    configuration unchanged.
+    """Returns a copy in which K is the tree's size, and the stage after a lookup drafts the chain. Without `tree`, the
+    configuration stays unchanged.
 
     Raises:
         ConfigError: a stage has a tree, or another field is incompatible with the method's tree.
@@ -74,7 +75,7 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
 
 
 def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length: bool) -> SpecConfig:
-    """A copy in which K is the size of the tree with the window."""
+    """Returns a copy in which K is the size of the tree with the window."""
     method, num_nodes, verification = config.method, lookahead.num_nodes, config.common.verification
     if stages := config.stages:
         fits = methods_of(config) == ["prompt_lookup", "lookahead"] and rule(config) != "verify"
