@@ -138,7 +138,7 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
     assert any(str(key) in sentence or repr(key)[:50] in sentence for key in config if key != "method") or (
         re.search("(proposer|stages) is missing|max_ngram", sentence)
     )
-    says = r"must be|must run|: remove |: set |: keep one |supports only|requires|fields are|cannot be imported"
+    says = r"must be|must run|: remove |: set |: keep only one |supports only|requires|fields are|cannot be imported"
     assert re.search(f"{says}|is missing", sentence)
 
 
@@ -315,7 +315,7 @@ def test_built_in_stage() -> None:
 def test_grammar() -> None:
     """Kills: a grammar twice; forced tokens that another verification takes for drawn ones."""
     grammar, drawn = {"method": "grammar"}, {**EXIT, "draft_sample_method": "probabilistic"}
-    with pytest.raises(ConfigError, match="keep one grammar"):
+    with pytest.raises(ConfigError, match="keep only one grammar"):
         parse_config({"method": "cascade", "stages": [grammar, grammar]})
     with pytest.raises(ConfigError, match="must be 'greedy' with grammar and verification 'vllm'"):
         parse_config({"method": "cascade", "stages": [drawn, grammar], "verification": "vllm"})
@@ -381,7 +381,10 @@ def test_trees() -> None:
     for more, words in (
         ({"tree": 0}, "tree must be an integer from 1 to 31 or null, not 0"),
         ({"tree": 32}, "tree must be an integer from 1 to 31 or null, not 32"),
-        ({"tree": 7, "num_speculative_tokens": 5}, "num_speculative_tokens must be 7, the tree.s, or left out, not 5"),
+        (
+            {"tree": 7, "num_speculative_tokens": 5},
+            "num_speculative_tokens must be 7, the value of tree, or left out",
+        ),
         ({"tree": 7, "verification": "vllm"}, "verification must be 'fused' with tree, not 'vllm'"),
         ({"tree": 7, "look_ahead": "/folder"}, "remove look_ahead: it is untested with tree"),
         ({"tree": 7, "draft_sample_method": "probabilistic"}, "'probabilistic' requires rejection 'rounds'"),

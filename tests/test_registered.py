@@ -51,7 +51,7 @@ REFUSED = {
     "a field": ({"method": "repeat", "times": 9}, "repeat: times must be an integer from 1 to 8, not 9."),
     "no field": ({"method": "repeat", "time": 9}, "repeat: 'time' is not a field; the fields are times, num_spec"),
     "a rule of its own": ({"method": "repeat", "times": 5}, "repeat: times must not be 5."),
-    "the proposer": ({"method": "repeat_plain", "proposer": "a:B"}, "repeat_plain: 'proposer' is not a field;"),
+    "the proposer": ({"method": "repeat_plain", "proposer": "a:B"}, "repeat_plain: 'proposer' is not a field: "),
     "a module that is not there": (
         {"method": "breaks"},
         "breaks: proposer 'specplugins_example.nowhere:Nothing' cannot",

@@ -206,7 +206,7 @@ def _replay(add: Add) -> None:
     """
     add("--data", DATA, Path, nargs="+", required=True)
     _model(add, "--tokenizer", "; required if the data is text")
-    words = "names of methods, names with K (ngram:5), or values of --speculative-config"
+    words = "names of methods, names with K (prompt_lookup:5), or values of --speculative-config"
     add("--methods", words, default=[], shown="all methods that read only token ids", nargs="+", metavar="METHOD")
     ladder = "3,5,8,12,15,24,31,48,64, while the speed rises"
     add("--num-draft", "values of K to try", listed(whole(1, 64)), shown=ladder)

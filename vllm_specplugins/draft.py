@@ -166,8 +166,8 @@ class Feedback:
 
 class Proposer(Protocol):
     """Drafts the next tokens of requests. All calls come from one thread. The default `observe` and `forget` do
-    nothing. A class on the host may also have `finish(request_id, token_ids)`: it receives the whole text of a request
-    before `forget`, since `propose` may not have seen its end."""
+    nothing. A class on the host may also have `finish(request_id, token_ids, tenant)`: it receives the whole text of a
+    request before `forget`, since `propose` may not have seen its end."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Returns a draft for every request of the batch."""

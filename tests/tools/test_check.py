@@ -1,6 +1,6 @@
 """`check`: good proposers pass the recorded engine, and each kind of bad one is told what it did."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from vllm_specplugins.device import DeviceDraft, DeviceProposer
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.check import NEWCOMER, Trace, check, load
+from vllm_specplugins.tools.replay.data import name_of
 
 
 class Oracle:
@@ -89,6 +90,16 @@ class Faulty(Oracle):
         """Its drafts of a step in which it fails are dropped."""
 
 
+class Ends(Oracle):
+    """Notes the ends of requests."""
+
+    ends: ClassVar[dict[str, int]] = {}
+
+    def finish(self, request_id: str, token_ids: Any, tenant: bytes) -> None:
+        assert tenant == b""
+        Ends.ends[request_id] = len(token_ids)
+
+
 class Nameless:
     def __init__(self, options: Any, context: Any):
         pass
@@ -138,6 +149,13 @@ def test_oracle() -> None:
     said = sum(len(history) for history in trace.histories) - sum(trace.prompt_lengths)
     for found in (exact, worse):
         assert 0 <= found.request_steps + found.accepted_tokens - said <= 2 * len(trace.histories)
+
+
+def test_ends() -> None:
+    """Fails if `check` never calls `finish`, so that it approves a class that raises there, or calls it too early."""
+    violations, _ = checked("Ends")
+    lengths = [len(history) for history in load().histories]
+    assert violations == [] and Ends.ends == {name_of(number): length for number, length in enumerate(lengths)}
 
 
 FAULTS = {

@@ -295,9 +295,21 @@ def test_what_is_compared() -> None:
     assert not any(found.is_late for found in candidates(["suffix_lookup"], [4], "v1"))
     assert not any(found.lengths for found in [*on_v1, *candidates([json.dumps(custom)], [4])])
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
-    for name in ("early_exit", "ngram"):
-        with pytest.raises(ConfigError, match="must be proposers that read only token ids"):
+    for name in ("early_exit", "ngram", "ngram:5"):
+        with pytest.raises(ConfigError, match=rf"--methods must be prompt_lookup, .*, or JSON, not '{name}'"):
             candidates([name], [4])
+        with pytest.raises(ConfigError, match="must be proposers that read only token ids"):
+            candidates([json.dumps({"method": name.partition(":")[0], "exit_layer": 1})], [4])
+
+
+def test_fields_of_the_user() -> None:
+    """Fails if the gate or K of a configuration that the user gives is replaced by others."""
+    mine = {"method": "prompt_lookup", "gate": "off", "num_speculative_tokens": 7}
+    [found] = candidates([json.dumps(mine)], [4, 9])
+    assert found.config == mine and (found.policy, found.num_draft) == ("always", 7)
+    assert [found.key[1:] for found in candidates(["prompt_lookup:3"], [4])] == [("always", 3), ("gated", 3)]
+    auto = {**mine, "gate": "auto"}
+    assert [found.policy for found in candidates([json.dumps(auto)], [4, 9])] == ["gated"]
 
 
 def totals(emitted: int, ms: float) -> Totals:

@@ -1,4 +1,5 @@
-"""Parts of verification for both runners: the random numbers of drafts, and the edits of logits after a draft."""
+"""Contains parts of verification for both runners: the random numbers of drafts, and the edits of logits after a
+draft."""
 
 import torch
 

@@ -62,7 +62,8 @@ class Guard:
         self._known: set[str] = set()  # requests that the proposer has seen
         self._to_forget: list[str] = []  # seen requests that have ended
         self.reads_ends: bool = getattr(proposer, "reads_ends", callable(getattr(proposer, "finish", None)))
-        self._ends = deque[tuple[str, Int32Array]](maxlen=MAX_ENDS)  # their texts, for a proposer that has `finish`
+        self._tenants: dict[str, bytes] = {}  # of the known requests, for `finish`
+        self._ends = deque[tuple[str, Int32Array, bytes]](maxlen=MAX_ENDS)  # arguments of `finish`
         self._set_aside: set[str] = set()  # requests that caused a fault
         self._feedback: Feedback | None = None  # not yet passed to the proposer
         self._started: tuple[DraftBatch, Callable[[], None], float] | None = None  # by `start`: batch, clean-up, time
@@ -84,12 +85,14 @@ class Guard:
             self._histories.forget(request_ids)
         self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
         self._known.difference_update(request_ids)
+        for request_id in request_ids if self._tenants else ():
+            self._tenants.pop(request_id, None)
         self._set_aside.difference_update(request_ids)
 
     def end(self, request_id: str, token_ids: Int32Array) -> None:
         """Stores the whole text of an ended request for the proposer's next call."""
         if self.reads_ends and request_id in self._known:
-            self._ends.append((request_id, token_ids.copy()))
+            self._ends.append((request_id, token_ids.copy(), self._tenants.get(request_id, b"")))
 
     @property
     def has_to_forget(self) -> bool:
@@ -151,6 +154,8 @@ class Guard:
         """Returns a function that delivers pending feedback and ended requests and then does the work, and a clean-up
         to call afterwards."""
         self._known.update(batch.request_ids)
+        if self.reads_ends:
+            self._tenants.update(zip(batch.request_ids, batch.tenants, strict=True))
         to_forget, feedback, self._feedback = tuple(self._to_forget), self._feedback, None
         has_forgotten = threading.Event()
 

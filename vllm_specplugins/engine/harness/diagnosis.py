@@ -33,7 +33,8 @@ UNTRAINED = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a diagnosis. Its state is OK, ADVICE (it could run better) or PROBLEM (it would not be served)."""
+    """One line of a diagnosis. Its state is OK, ADVICE (a better choice exists) or PROBLEM (vLLM would not serve
+    it)."""
 
     name: str
     value: str
@@ -46,10 +47,10 @@ def diagnose(
     serve: Sequence[str] = (),
     default: Mapping[str, Any] | None = READY,
 ) -> list[Finding]:
-    """All findings about a value of --speculative-config, a checkpoint, and other arguments of `vllm serve` or its
-    whole command line, in the report's order. Where no configuration is given, `default` is checked, or none."""
+    """Returns all findings about a value of --speculative-config, a checkpoint, and other arguments of `vllm serve` or
+    its whole command line, in the report's order. Without a configuration, it checks `default`, if any."""
     findings = [*_versions(), *_plugin(), _device(), *_vllm_names()]
-    if not compat.probe_installed():  # another vLLM may fail anywhere
+    if not compat.probe_installed():  # an unsupported vLLM may fail anywhere
         try:
             raw, model, serve = _command_line(raw, model, serve)
         except ConfigError as error:
@@ -66,8 +67,8 @@ def diagnose(
 def _command_line(
     raw: Mapping[str, Any] | None, model: str | None, serve: Sequence[str]
 ) -> tuple[Mapping[str, Any] | None, str | None, Sequence[str]]:
-    """The configuration, the model and the other arguments of `vllm serve MODEL ...`. Raises ConfigError for a line
-    that vLLM's parser refuses."""
+    """Returns the configuration, the model and the other arguments of `vllm serve MODEL ...`. Raises ConfigError for a
+    command line that vLLM's parser refuses."""
     if list(serve[:2]) != ["vllm", "serve"]:
         return raw, model, serve
     from vllm.entrypoints.cli.serve import make_arg_parser
@@ -83,7 +84,7 @@ def _command_line(
     asked, tag = given["speculative_config"], given["model_tag"]
     words = list(serve[2:])
     if tag is not None:
-        words.remove(tag)  # once: a flag may have the same value
+        words.remove(tag)  # only once, since a flag may have the same value
     return raw if asked is None else asked, tag or model or given["model"], words
 
 
@@ -101,7 +102,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _has_triton() -> bool:
-    with suppress(ImportError):  # of a vLLM that is not supported
+    with suppress(ImportError):  # an unsupported vLLM may lack the module
         from vllm.triton_utils import HAS_TRITON
 
         return bool(HAS_TRITON)
@@ -202,7 +203,7 @@ def _runner(asked: Mapping[str, Any], model: str | None, serve: Sequence[str]) -
         parsed, _ = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args([*serve, "--model", model])
         args = replace(EngineArgs.from_cli_args(parsed), speculative_config=dict(asked))
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except Exception as error:  # vLLM may raise anything for a model or a configuration that it does not take
+    except Exception as error:  # vLLM may raise anything for a model or a configuration that it refuses
         yield Finding("model", shorten(str(error), 400, placeholder=" ...") or type(error).__name__, PROBLEM)
         return
     if problems := compat.probe_installed("v2" if config.use_v2_model_runner else "v1"):

@@ -1,6 +1,6 @@
-"""The table of exported metrics, independent of vLLM and prometheus_client. Each metric has vLLM's labels `model_name`
-and `engine`, `method`, and further labels. A stage is named "index method", for example "0 prompt_lookup"; a single
-method is stage 0."""
+"""Defines the table of exported metrics, independently of vLLM and prometheus_client. Each metric has vLLM's labels
+`model_name` and `engine`, `method`, and further labels. A stage is named "index method", for example "0 prompt_lookup";
+a single method is stage 0."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -111,7 +111,7 @@ SEPARATOR = "\t"  # in a report's keys, between a metric's name and its label va
 
 @cache
 def key(name: str, *labels: object) -> str:
-    """The key of one series in a report.
+    """Returns the key of one series in a report.
 
     >>> key("faults", "0 custom", "raised")
     'faults\\t0 custom\\traised'

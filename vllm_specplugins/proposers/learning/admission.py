@@ -1,4 +1,4 @@
-"""Refuses `learn`, before an engine loads anything, if a part cannot be trained while it serves."""
+"""Refuses `learn`, before an engine loads anything, for parts that cannot be trained while the engine serves."""
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead

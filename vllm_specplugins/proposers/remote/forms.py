@@ -1,6 +1,6 @@
-"""Two forms of questions and answers: token ids, if the drafter has the target's tokenizer, and text. Text is stored as
-bytes, since a token may end within a character. A draft tokenizes it with the target's tokenizer from the end of the
-history on, where both tokenizers agree. A history in other tokens still agrees as text.
+"""Defines two forms of requests and answers: token ids, if the drafter has the target's tokenizer, and text. Text is
+stored as bytes, since a token may end within a character. A draft is the target's tokenization of the text after the
+history, where both tokenizers agree. Histories with different tokens may still agree as text.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ TOKEN_BYTES, MAX_TOKEN_BYTES = 4, 64  # of text, on average and at most
 
 
 class Refused(ValueError):
-    """The server does not answer this question as asked; it may answer those of other requests."""
+    """The server refuses this request; it may answer others."""
 
 
 def newest(tokens: Guess, limit: int) -> Guess:
-    """Between `limit` / 2 and `limit` of the newest tokens: a beginning that stays for many steps suits prefix
-    caches."""
+    """Returns between `limit` / 2 and `limit` of the newest tokens. The beginning stays the same for many steps, for
+    prefix caches."""
     half = max(1, limit // 2)
     return tokens[max(0, len(tokens) // half - 1) * half :]
 
@@ -36,7 +36,7 @@ class TokenIds:
         return tuple(token_ids.tolist())
 
     def unfinished(self, token_ids: Int32Array) -> Guess:
-        """The end of the history that does not fit into a question; an answer must begin with it."""
+        """Returns the end of the history that the prompt omits; an answer must begin with it."""
         return ()
 
     def prompt(self, guess: Guess, max_tokens: int) -> list[int] | str:
@@ -76,7 +76,7 @@ class Text:
         return b"" if text[begin:].decode(errors="ignore") else text[begin:]
 
     def prompt(self, guess: Guess, max_tokens: int) -> list[int] | str:
-        return str(newest(guess, max_tokens), errors="ignore")  # a token has a byte or more
+        return str(newest(guess, max_tokens), errors="ignore")  # a token has at least one byte
 
     def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
         text: bytes = choice["text"].encode()
@@ -90,7 +90,7 @@ class Text:
     def draft(self, guess: Guess, limit: int) -> list[int]:
         text = guess[: 2 * TOKEN_BYTES * (limit + 1)]
         tokens = self._codec.tokenize_bytes(text)
-        return tokens[: min(limit, len(tokens) - (len(text) < len(guess)))]  # the last one may go on
+        return tokens[: min(limit, len(tokens) - (len(text) < len(guess)))]  # the last token may be incomplete
 
 
 Form = TokenIds | Text

@@ -1,4 +1,4 @@
-"""The report of a benchmark: a table and JSON, the method to serve with, and reasons for doubt."""
+"""Writes the report of a benchmark: a table and JSON, the recommended method, and reasons for doubt."""
 
 import argparse
 import json
@@ -12,9 +12,9 @@ from vllm_specplugins.tools.bench.figures import Row, Spread
 from vllm_specplugins.tools.picker import NONE, Config
 from vllm_specplugins.tools.report import say, serve_with, show_table, versions, write_json
 
-PAYS = 1.03  # a gain that is worth a configuration
+PAYS = 1.03  # smallest gain for a recommendation
 LOSES = 0.97
-MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer prove nothing
+MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer prove too little
 COLUMNS = ("tokens/s", "ratio", "decoding alone", "tok/step", "step cost", "same")
 AT_RATES = ("tokens/s", "ratio", "tok/step", "first, ms", "next, ms", "same")
 LEGEND = (
@@ -38,7 +38,7 @@ FRESH = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    rows: list[Row]  # by cell, and in it by method
+    rows: list[Row]  # in order of cell, then method
     configs: Mapping[str, Config | None]  # by method, no speculation first
     machine: Machine
     conditions: dict[str, Any]  # arguments of the run
@@ -71,7 +71,7 @@ class Report:
 
 
 def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
-    """Advice in words, and the configuration of the best method; None for no speculation, or if the result is
+    """Returns advice in words, and the configuration of the best method; None for no speculation, or if the result is
     uncertain. A method is recommended if the 95 % interval of its ratio to no speculation, over rounds in which both
     serve the same prompts, is above 1, and its median pays off."""
     by_method = {name: [row for row in rows if row.method == name] for name in configs}
@@ -103,12 +103,12 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
 
 
 def mean_ratio(rows: Sequence[Row]) -> Spread:
-    """The ratios of a method: in each round, the geometric mean over the cells."""
+    """Returns the ratios of a method: in each round, the geometric mean over the cells."""
     return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
 
 
 def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
-    """Reasons for doubt, derived from the rows."""
+    """Yields reasons for doubt, derived from the rows."""
     for row in rows:
         if row.num_faults:
             yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
@@ -136,7 +136,8 @@ def tell_cell(rows: Sequence[Row]) -> None:
 
 
 def _speed(row: Row, plain: Row) -> float:
-    """Tokens per second of the table, whose columns divide: a quotient of medians is no median of quotients."""
+    """Returns tokens per second for the table: the ratio times the speed of no speculation, so that the columns
+    agree."""
     return plain.tokens_per_second * (1 if row is plain else row.ratio.median)
 
 

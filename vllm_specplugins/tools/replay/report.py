@@ -1,4 +1,4 @@
-"""The report of a replay: rows of figures, a table and JSON, and the method to serve with."""
+"""Writes the report of a replay: rows of figures, a table and JSON, and the recommended method."""
 
 import argparse
 import statistics
@@ -15,7 +15,7 @@ from vllm_specplugins.tools.replay.simulate import Totals
 from vllm_specplugins.tools.report import say, serve_with, show_table, versions, write_json
 
 BOOTSTRAPS = 1000
-FEW_REQUESTS = 200  # their range tells little of others
+FEW_REQUESTS = 200  # fewer say little about other traffic
 COLUMNS = ("K", "tok/step", "drafted", "accepted", "draft, us", "ms/token", "predicted")
 LEGEND = (
     "K: the fastest value tried. tok/step: mean tokens of a request's step, without its first token (acceptance "
@@ -37,14 +37,14 @@ class Row:
     tokens_per_step: float  # acceptance length
     coverage: float  # share of steps that verified a draft
     accepted: float | None  # share of draft tokens; None without any
-    ms_per_token: float  # of the engine's time, for each token of any request
-    draft_us: float  # time of drafting, by request and step
-    speed_up: float  # of tokens per ms, over no speculation
-    low: float  # the speed-up's 95 % range, had other requests like these come
+    ms_per_token: float  # ms of the engine for each token of any request
+    draft_us: float  # us of drafting per request and step
+    speed_up: float  # tokens per ms relative to no speculation
+    low: float  # the speed-up's 95 % range for similar requests
     high: float
     num_faults: int
-    task: str = ""  # the file of the requests, where each is played for itself
-    # Of a gated method, by other method and K: its speed relative to that one's, and the range.
+    task: str = ""  # the file of the requests, if files are played separately
+    # For a gated method, by other method and K: its relative speed, and the range.
     beside: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     @property
@@ -65,7 +65,7 @@ class Row:
 
 
 def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Totals, **more: Any) -> Row:
-    """The row of these totals. `plain` is the row of no speculation, and `more` holds further fields."""
+    """Returns the row of these totals. `plain` is the row of no speculation, and `more` has further fields."""
     steps = max(1, totals.steps)
     method, policy, num_draft = candidate.key if candidate else (NONE, ALWAYS, 0)
     speed_up, low, high = compare(totals, plain)
@@ -88,7 +88,7 @@ def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Total
 
 
 def compare(totals: Totals, other: Totals) -> tuple[float, float, float]:
-    """The speed relative to another candidate's, and its range over requests, which both played in the same way."""
+    """Returns the speed relative to another candidate, and its range over the requests of both."""
     speed_up = totals.tokens_per_ms / other.tokens_per_ms if other.emitted else 1.0
     if not (numbers := sorted(other.by_request)):
         return speed_up, speed_up, speed_up
@@ -100,7 +100,7 @@ def compare(totals: Totals, other: Totals) -> tuple[float, float, float]:
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """The row with the fastest K for each file, batch size, method and policy."""
+    """Returns the row with the fastest K for each file, batch size, method and policy."""
     best: dict[tuple[str, int, str, str], Row] = {}
     for row in rows:
         key = row.task, row.batch, row.method, row.policy
@@ -109,8 +109,8 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Candidate | None]:
-    """Advice in words, with the value for --speculative-config, and the candidate with the best geometric mean over the
-    batch sizes; None if none pays off."""
+    """Returns advice in words, with the value for --speculative-config, and the candidate with the best geometric mean
+    over the batch sizes; None if none pays off."""
     by_key = {candidate.key: [row for row in rows if row.key == candidate.key] for candidate in played}
     gains = {key: statistics.geometric_mean(row.speed_up for row in its) for key, its in by_key.items()}
     best = max(played, key=lambda candidate: gains[candidate.key])

@@ -1,4 +1,4 @@
-"""The commands that train a part and score it."""
+"""Implements the commands that train a part and score it."""
 
 import argparse
 from dataclasses import dataclass, fields
@@ -18,9 +18,9 @@ from vllm_specplugins.tools.training.kinds import KINDS
 from vllm_specplugins.tools.training.scores import Scores, scores, write_texts
 
 MAX_SCORED_ROWS = 64
-NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, where the part does not fix it
-MAX_PLACES = 4  # of a draft that are shown
-# A step with drafts takes 1.26 times as long with a jump and 1.49 with an exit, on an H100 with one request.
+NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, unless the part sets it
+MAX_PLACES = 4  # most positions of a draft in the table
+# On an H100 with one request, a step with drafts takes 1.26 times as long with a jump, and 1.49 times with an exit.
 LITTLE, ENOUGH = 1.1, 1.5
 MEANING = (
     "T: temperature. The text is the model's continuation of held-out rows. At T 0 a draft token is correct if it is "
@@ -31,7 +31,7 @@ MEANING = (
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    before: Scores  # scores of the part as it began
+    before: Scores  # scores of the part before training
     after: Scores  # scores of the saved part
     config: dict[str, Any]  # value for vLLM
     num_tokens: int  # that were scored
