@@ -1,5 +1,5 @@
-"""Compares the kernels of a device with their references, which run on the CPU, on small inputs of the shapes that will
-be served: a driver, a compiler or an untested card may break a kernel. One request of a check may differ, since two
+"""Compares the kernels of a device with their references, which run on the CPU, on small inputs of the shapes that
+serving uses. A driver, a compiler or an untested card may break a kernel. One request of a check may differ, since two
 tokens may swap places if they arrive closer together than float32 can resolve."""
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from .steps import join, limit, newest, tally
 from .trees import attend, compact, walk
 from .trees.inputs import make_attention, make_moves, make_walks
 
-# Sums round differently where one instruction multiplies and adds.
+# Sums round differently if one instruction multiplies and adds.
 _TOLERANCE = 1e-5
 
 
@@ -34,7 +34,7 @@ class Shapes(NamedTuple):
     # of the model's logits
     dtype: torch.dtype
     max_num_draft: int
-    # Whether drafts are drawn, so that verification has a dense q
+    # Whether drafts are sampled, so verification has a dense q
     samples: bool
     # Whether drafts are looked up in texts on the device, and rated there
     looks_up: bool = False

@@ -387,9 +387,18 @@ def test_trees() -> None:
         ),
         ({"tree": 7, "verification": "vllm"}, "verification must be 'fused' with tree, not 'vllm'"),
         ({"tree": 7, "look_ahead": "/folder"}, "remove look_ahead: it is untested with tree"),
-        ({"tree": 7, "draft_sample_method": "probabilistic"}, "'probabilistic' requires rejection 'rounds'"),
-        ({"tree": 7, "rejection": "rounds"}, "'probabilistic' requires rejection 'rounds', which requires both"),
-        ({"draft_sample_method": "probabilistic", "rejection": "rounds"}, "requires rejection 'rounds', which"),
+        (
+            {"tree": 7, "draft_sample_method": "probabilistic"},
+            "tree with draft_sample_method 'probabilistic' requires rejection 'rounds'",
+        ),
+        (
+            {"tree": 7, "rejection": "rounds"},
+            "tree with draft_sample_method 'probabilistic' requires rejection 'rounds', which",
+        ),
+        (
+            {"draft_sample_method": "probabilistic", "rejection": "rounds"},
+            "tree with draft_sample_method 'probabilistic' requires rejection 'rounds', which",
+        ),
     ):
         with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
             parse_config({**EXIT, **more})

@@ -120,7 +120,7 @@ def _check(add: Add) -> None:
     add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
     add("--options", "options of the proposer", dictionary, {}, metavar="JSON")
     add("--time-budget-ms", "time limit per step", whole(1, 60_000), 1000)
-    add("--tokenizer", "model whose tokenizer the class gets, for example examples/demo/model", metavar="MODEL")
+    add("--tokenizer", "model with the tokenizer for the class, for example examples/demo/model", metavar="MODEL")
 
 
 def _doctor(add: Add) -> None:
@@ -191,7 +191,7 @@ def _bench(add: Add) -> None:
     add("--trace", "log of token ids: every engine emits its outputs; replaces --workloads", Path, metavar="LOG")
     words = "with --trace: also send requests at random times, at shares of the rate without speculation, as in 0.5,0.9"
     add("--rate", words, listed(positive), [], "none")
-    words = 'with --trace: drafter of vLLM, whose accepted lengths the log has under this name in "accepted"'
+    words = 'with --trace: drafter of vLLM; the log has its accepted lengths under this name in "accepted"'
     add("--drafter", words, metavar="NAME")
     words = '"dummy" uses random weights, so a folder with a config.json suffices'
     add("--load-format", words, choices=("auto", "dummy"))
@@ -221,7 +221,7 @@ def _replay(add: Add) -> None:
     published = "llama-2-7b or llama-3.1-8b on an H100"
     words = f"step times: {published}, MS:MS_A_TOKEN, or a file from `bench`"
     add("--costs", words, default="llama-2-7b", metavar="COSTS")
-    words = "model runner whose draft lengths are simulated; GPUs run v2"
+    words = "model runner that chooses draft lengths; GPUs run v2"
     add("--runner", words, default="v2", choices=("v1", "v2"))
     add("--draft-us", "drafting time per request and step, in us", positive, shown="measured on this machine")
     add("--json", "file for the figures", Path)

@@ -51,7 +51,7 @@ _WHY = "Decoding steps that verified no draft token, by reason."
 
 COUNTS = (
     Metric("counter", "asked", "Number of times that a stage was asked to draft for a request.", "asked"),
-    Metric("counter", "num_drafts", "Steps of single requests whose draft contained tokens of a stage.", "drafts"),
+    Metric("counter", "num_drafts", "Steps of single requests with a draft that has tokens of a stage.", "drafts"),
     Metric("counter", "drafted_tokens", "Tokens that a stage drafted.", "drafted"),
     Metric("counter", "kept_tokens", _LEFT, "kept"),
     Metric("counter", "num_draft_tokens", "Tokens of a stage that the target verified.", "verified"),
