@@ -23,18 +23,18 @@ ACTIONS = {
     "… calls of check_options": "Make `check_options` faster; it must not wait or use `re`.",
     "grammar drafts nothing: the structured": "Set `--structured-outputs-config.backend xgrammar`.",
     "grammar drafts nothing: the model": "Remove the stage `grammar` for this model.",
-    "grammar: no draft": "Nothing; report it if `faults_total` grows.",
-    "learn: no training": "Remove `learn`.",
+    "grammar cannot draft": "None; report it if `faults_total` grows.",
+    "learn trains nothing": "Remove `learn`.",
     "learn: training stops": "Restart to train again; report the exception.",
     "learn: training starts": "Choose another `path` to keep the old weights.",
     "learn: weights cannot": "Free the disk, or correct the rights of `path`.",
-    "Metrics: a report": "Report it.",
-    "No metrics": "Choose a free port.",
-    "Metrics end": "Restart the server at a quiet time; report the exception.",
-    "Metrics of steps": "Restart the server at a quiet time; report the exception.",
+    "The engine cannot export a report": "Report it.",
+    "The engine cannot export metrics": "Choose a free port.",
+    "The engine stops exporting": "Restart the server at a quiet time; report the exception.",
+    "The engine stops counting": "Restart the server at a quiet time; report the exception.",
     "specplugins_gate": "None: an operator did this.",
-    "Drafting runs": "Install the compiler that the line names.",
-    "The engine stops": "Choose another method for this model.",
+    "torch.compile failed": "Install the compiler that the line names.",
+    "The engine stops: ": "Choose another method for this model.",
     "The proposer": "Correct the class (`check` finds this), and restart.",
     "Self-check": "Run `doctor`, and report its output.",
     "Shutdown": "Check the disk of `store_path` and `learn.path`.",
@@ -42,19 +42,51 @@ ACTIONS = {
     "… … (…). ….": "Find the line of the class; see the cause in [faults](metrics.md#symptoms).",
     "… failed": "Find the line of the class; drafting resumes after the pause, which doubles.",
     "… … (…) on one": "Correct the class; the orchestrator restarts the server.",
-    "remote: no drafts": "Start or correct the drafter's server.",
+    "remote drafts nothing": "Start or correct the drafter's server.",
     "remote: … refused": "Raise the drafter's `--max-model-len`, or give it the target's tokenizer.",
-    "suffix_lookup: no sharing": "Check Redis and the network.",
+    "suffix_lookup shares no outputs": "Check Redis and the network.",
     "suffix_lookup: … has": "None; expect fewer drafts at first.",
     "suffix_lookup: …. The store": "None, or restore the file's copy before the start.",
     "suffix_lookup: …. Outputs": "Free the disk, correct the rights, or end the other engine.",
+}
+# An example in place of a line that is mostly values, by the line's beginning in ACTIONS.
+EXAMPLES = {
+    "vllm-specplugins: …": "vllm-specplugins: the method 'mine' of the package 'pkg' is refused: another entry point "
+    "registers the same name.",
+    "vllm-specplugins …; the server": "vllm-specplugins does not support vLLM's model runner XPUModelRunner; the server "
+    "runs without speculative decoding.",
+    "…; the server runs": "vllm-specplugins does not support this vLLM (vllm/v1/x.py: Y is missing; the plugin supports "
+    "vLLM >=0.32,<0.34); the server runs with eagle3 alone.",
+    "… This is logged once.": "A request bypassed vLLM's Python front end and runs without its options: specplugins: "
+    "max_draft must be an integer from 0 to 31, not 99. This is logged once.",
+    "… calls of check_options": "2 calls of check_options have not returned. Until one does, requests with options of a "
+    "custom proposer get no drafts.",
+    "The engine stops: ": "The engine stops: jump: model must be a decoder whose body passes `inputs_embeds` unchanged "
+    "to its layers, as vLLM's Llama does, not GPT2LMHeadModel.",
+    "…: the circuit breaker closes": "Stage 0 (custom): the circuit breaker closes after 30 s, and drafting resumes.",
+    "… … (…). ….": "Stage 0 (custom) raised an exception (KeyError: 7, at mine.py:31). Requests continue. "
+    "Later faults of this kind are only counted.",
+    "… failed": "Stage 0 (custom) failed 3 times in 1000 steps: the circuit breaker opens for 30 s. Requests "
+    "continue without drafts.",
+    "… … (…) on one": "Stage 1 (custom) raised an exception (KeyError: 7) on one of several ranks. The engine stops: "
+    "all ranks must draft alike.",
+    "suffix_lookup: … has": "suffix_lookup: /data/outputs.bin has 2 damaged texts, which are skipped.",
+    "suffix_lookup: …. The store": "suffix_lookup: the store /data/outputs.bin was made with another tokenizer. The "
+    "store starts empty and replaces the file.",
+    "suffix_lookup: …. Outputs": "suffix_lookup: the store /data/outputs.bin cannot be saved (No space left on device). "
+    "Outputs stay in memory, and saving is tried again.",
+    "remote: … refused": "remote: http://drafter:8000/v1 refused a request (HTTP 400), which continues without drafts. "
+    "This is logged once.",
+    "…: no trimming": "cascade: no trimming on the device, because attention backend FLASH_ATTN does not support it; "
+    "the scheduler sets draft lengths one step ahead. Use FLASHINFER to trim drafts (vLLM: adaptive verification ...).",
 }
 BEGINNING = """# Logs
 
 <!-- Written by docs/logs.py; edit the sentences in the code, and the actions in docs/logs.py. -->
 
-All lines of the plugin have the logger `vllm.specplugins`. "…" stands for a value. Requests continue after each line,
-unless it says that the engine stops. `VLLM_LOGGING_LEVEL=DEBUG` adds the traceback of a fault.
+All lines of the plugin have the logger `vllm.specplugins`. "…" stands for a value, and lines in quotes are examples.
+Requests continue after each line, unless the line says that the engine or the server stops.
+`VLLM_LOGGING_LEVEL=DEBUG` adds the traceback of a fault.
 
 At the start, one INFO line has the plan, as in "cascade: drafts on the host; synchronous scheduling (required by
 grammar); the gate sets draft lengths; no trimming on the device (drafts have exact lengths)." While requests run,
@@ -107,8 +139,14 @@ def action(line: str) -> str:
     return max(fits, key=len, default="")
 
 
+def shown(line: str) -> str:
+    """The line with "…" for values, or its example in quotes."""
+    example = EXAMPLES.get(action(line))
+    return f'"{example}"' if example else line.replace("|", " ")
+
+
 def page() -> str:
-    rows = [f"| {level} | {line.replace('|', ' ')} | {ACTIONS[action(line)]} |" for level, line in sorted(set(lines()))]
+    rows = [f"| {level} | {shown(line)} | {ACTIONS[action(line)]} |" for level, line in sorted(set(lines()))]
     return BEGINNING + "".join(re.sub(r"VLLM_[A-Z_]+(=\w+)?", r"`\g<0>`", f"{row}\n") for row in rows)
 
 

@@ -1,2 +1,2 @@
-"""Operations on tensors: one folder each, with an eager reference beside its Triton kernel. They import nothing else of
-this package."""
+"""Contains operations on tensors, each in a folder with an eager reference and its Triton kernel. They import nothing
+else of this package."""

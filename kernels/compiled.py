@@ -1,4 +1,4 @@
-"""Loops that Numba compiles for the CPU, and helpers that pass many arrays and texts to them."""
+"""Compiles loops for the CPU with Numba, and passes many arrays and texts to them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ inlined: Callable[[Function], Function] = njit(inline="always")
 
 
 class _Shipped(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  # type: ignore[misc]
-    """Finds machine code beside the module where no folder can be written, as in an image with a read-only root."""
+    """Finds machine code next to the module if no folder can be written, as in an image with a read-only root."""
 
     def __init__(self, function: Any, file: str):
         self._py_file, self._lineno = file, function.__code__.co_firstlineno
@@ -26,7 +26,7 @@ class _Shipped(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  #
         return str(Path(self._py_file).parent / "__pycache__")
 
     def ensure_cache_path(self) -> None:
-        """Writes nothing."""
+        """Does nothing, since the folder is read-only."""
 
 
 def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Function]:

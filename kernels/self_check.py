@@ -1,7 +1,7 @@
-"""Runs the kernels of a device on small inputs of the shapes that will be served: a driver, a compiler or an untested
-card may break a kernel. Those that may change a token are compared with their references, which run on the CPU; a wrong
-draft only costs time. One request of a check may differ, since two tokens may swap places if they arrive closer
-together than float32 can resolve."""
+"""Runs the kernels of a device on small inputs of the shapes that serving uses, since a driver, a compiler or an
+untested card may break a kernel. It compares kernels that may change a token with their references, which run on the
+CPU; a wrong draft only costs time. One request of a check may differ, since two tokens may swap places if they arrive
+closer together than float32 can resolve."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ from .steps import join, limit, newest, tally
 from .trees import attend, compact, walk
 from .trees.inputs import make_attention, make_moves, make_walks
 
-# Sums round differently where one instruction multiplies and adds.
+# Sums round differently if one instruction multiplies and adds.
 _TOLERANCE = 1e-5
 
 
@@ -35,7 +35,7 @@ class Shapes(NamedTuple):
     # of the model's logits
     dtype: torch.dtype
     max_num_draft: int
-    # Whether drafts are drawn, so that verification has a dense q
+    # Whether drafts are sampled, so verification has a dense q
     samples: bool
     # Whether drafts are looked up in texts on the device, and rated there
     looks_up: bool = False

@@ -224,7 +224,10 @@ def test_installed_upgraded_and_removed(kind: str, request: pytest.FixtureReques
         assert float(count) > 20
         lines = log.read_text()  # before vLLM ends an engine, which it may have to kill
     assert lines.count("has format version 1, expected 3. The store starts empty") == 1
-    assert "suffix_lookup: accepts vLLM's names (suffix_decoding_max_tree_depth sets num_speculative_tokens)." in lines
+    assert (
+        "suffix_lookup: vLLM's names are accepted (suffix_decoding_max_tree_depth sets num_speculative_tokens)."
+        in lines
+    )
     assert "Traceback" not in lines
     assert HEADER.unpack_from(store.read_bytes())[1] == VERSION
     assert store.stat().st_size > 4 * 48

@@ -51,7 +51,7 @@ REFUSED = {
     "a field": ({"method": "repeat", "times": 9}, "repeat: times must be an integer from 1 to 8, not 9."),
     "no field": ({"method": "repeat", "time": 9}, "repeat: 'time' is not a field; the fields are times, num_spec"),
     "a rule of its own": ({"method": "repeat", "times": 5}, "repeat: times must not be 5."),
-    "the proposer": ({"method": "repeat_plain", "proposer": "a:B"}, "repeat_plain: 'proposer' is not a field;"),
+    "the proposer": ({"method": "repeat_plain", "proposer": "a:B"}, "repeat_plain: 'proposer' is not a field: "),
     "a module that is not there": (
         {"method": "breaks"},
         "breaks: proposer 'specplugins_example.nowhere:Nothing' cannot",
@@ -76,8 +76,8 @@ def test_names_that_are_taken() -> None:
     reserved = (*METHODS, "eagle")
     refusals = {found.name: found.refusal for found in registrations(reserved) if found.refusal}
     assert refusals == {
-        name: f"the method {name!r} that the package 'specplugins-example' registers is refused: the name is that of a "
-        "method of ours or of vLLM's."
+        name: f"the method {name!r} of the package 'specplugins-example' is refused: the plugin or vLLM already has a "
+        "method with this name."
         for name in ("eagle", "prompt_lookup")
     }
     assert built(parse_config({"method": "prompt_lookup"})).__class__.__module__.startswith("vllm_specplugins")
@@ -92,7 +92,7 @@ def test_two_packages_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refusals = {(found.package, found.name): found.refusal or "" for found in registrations()}
     for package in ("another", "specplugins-example"):
         assert "another entry point registers the same name" in refusals[package, "repeat"]
-    assert "begins with a letter" in refusals["another", "1x"]
+    assert "begin with a letter" in refusals["another", "1x"]
     assert "repeat" not in registered_methods() and "repeat_plain" in registered_methods()
 
 

@@ -167,14 +167,16 @@ def test_long_text_is_not_parsed() -> None:
     allowed."""
     longest, around = (1 << 16) + 24 * 1000, len('{"reference": ""}')
     assert len(read_options(json.dumps({"reference": "x" * (longest - around)}), max_model_len=1000)) == 1
-    with pytest.raises(ConfigError, match="its JSON text must be at most 65536 bytes and 4096 brackets beside the ref"):
+    with pytest.raises(
+        ConfigError, match="the JSON text without the reference must be at most 65536 bytes and 4096 brackets"
+    ):
         read_options("{}".ljust(longest), max_model_len=1000)
     with pytest.raises(ConfigError, match="must be a dictionary"):
         read_options('{"a": %s}' % ("9" * 5000), max_model_len=1000)  # costs grow with the square
     with pytest.raises(ConfigError) as error:
         read_options("{}".ljust(longest + 1), max_model_len=1000)
     assert str(error.value) == (
-        "specplugins must be at most 89536 characters of JSON text where max_model_len is 1000, not 89537."
+        "specplugins must be at most 89536 characters of JSON text for max_model_len 1000, not 89537."
     )
 
 

@@ -49,8 +49,8 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 2, with one sentence on stderr, if it cannot run; 130 if
-    interrupted."""
+    """Runs a command and returns its exit status: 2, with one sentence on stderr, if the command cannot run; 130 if it
+    was interrupted."""
     args = parser().parse_args(arguments)
     module, packages, _ = COMMANDS[args.command]
     try:
@@ -58,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if find_spec(name) is None:
                 raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install {name}).")
         if sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write(f"{args.command}: loading, which takes a minute or two the first time\n")
+            sys.stderr.write(f"{args.command}: loading; the first time, this takes one or two minutes\n")
         run = import_module(module).run
         with _interruptible():
             return int(run(args))
     except ConfigError as error:
         problem = str(error)
     except (ImportError, OSError) as error:  # such as another vLLM, or a full disk under standard output
-        problem = f"{args.command} cannot go on ({getattr(error, 'strerror', None) or error_text(error)})."
+        problem = f"{args.command} stopped ({getattr(error, 'strerror', None) or error_text(error)})."
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted.\n")
         return 130
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Turns Ctrl-C into an exception, after which a command has CLEAN_UP_S to clean up."""
+    """Turns Ctrl-C into an exception, and then gives a command CLEAN_UP_S to clean up."""
     if getsignal(SIGINT) is not SIG_DFL:
         yield
         return
@@ -95,11 +95,11 @@ def _interruptible() -> Iterator[None]:
 
 
 def program() -> int:
-    """Runs `main` in a process that Ctrl-C ends at once, without a traceback, where there is nothing to clean up."""
-    if getsignal(SIGINT) is default_int_handler:  # a shell ignores it for a process in the background
+    """Runs `main` in a process that Ctrl-C ends at once, without a traceback, if there is nothing to clean up."""
+    if getsignal(SIGINT) is default_int_handler:  # a shell ignores it for background processes
         signal(SIGINT, SIG_DFL)
     if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for names that are no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for names that are not UTF-8
     return main()
 
 

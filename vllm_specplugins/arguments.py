@@ -1,4 +1,4 @@
-"""Arguments of commands: how they are added to a parser, and the readers of their values."""
+"""Adds arguments of commands to a parser, and reads their values."""
 
 import argparse
 import json
@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from vllm_specplugins.config import brief
 
-Add = Callable[..., None]  # the function that `adder` makes
+Add = Callable[..., None]  # the function that `adder` returns
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
 
 
 def adder(parser: argparse.ArgumentParser) -> Add:
-    """Returns a function that adds an argument to a parser: its name, help, reader (bool: a flag) and default; `shown`
-    is the default's text."""
+    """Returns a function that adds an argument to a parser, by name, help, reader (bool: a flag) and default; `shown`
+    is the text of the default."""
 
     def add(name: str, words: str, read: Any = str, default: Any = None, shown: str = "", **more: Any) -> None:
         if shown := shown or ("" if default is None else str(default)):

@@ -10,8 +10,8 @@ from vllm_specplugins.arguments import Add, count, dictionary, layer, listed, po
 
 TORCH = ("torch", "transformers", "rich")
 DATA = (
-    'JSON lines of {"prompt": ..., "output": ...} in text or token ids, of {"messages": [...]} with answers in it or '
-    'after it as "choices", or of {"text": ...}; else UTF-8 text; - is standard input'
+    'JSON lines with "prompt" and "output" (text or token ids), with "messages" and their answers (there or in '
+    '"choices"), or with "text"; or plain UTF-8 text; - reads standard input'
 )
 
 
@@ -20,10 +20,10 @@ def _train_exit_head(add: Add) -> None:
 
     Example: %(prog)s MODEL --exit-layer 8 --dataset-path corpus/*.txt --out HEAD
     """
-    add("--exit-layer", "number of first layers that run before the head", layer)
+    add("--exit-layer", "number of the model's first layers that run before the head", layer)
     add(
         "--layers",
-        "alternatively, the indices of the layers that run before the head, for example 0,1,4",
+        "indices of the layers that run before the head, for example 0,1,4, in place of --exit-layer",
         listed(whole(0, 9_999)),
     )
     _training(add)
@@ -35,13 +35,13 @@ def _train_jump(add: Add) -> None:
     Example: %(prog)s MODEL --dataset-path corpus/*.txt --out HEAD
     """
     add("--early-layers", "number of layers that run for each token before the jump", whole(0, 10_000), 0)
-    shown = "the number of layers, so that none runs after the jump"
+    shown = "the model's number of layers: none runs after the jump"
     add("--late-layer", "index of the first layer that runs after the jump", whole(0, 10_000), shown=shown)
-    add("--inner-size", "inner size of the part", whole(1, 1_000_000), shown="4 times the hidden size")
+    add("--inner-size", "width of the jump's inner layer", whole(1, 1_000_000), shown="4 times the hidden size")
     add("--num-draft", "number of consecutive draft tokens to train for", whole(1, 64), 3)
     add(
         "--resume",
-        "folder of a part to continue from, for example one that an engine trained",
+        "folder of a trained jump from which training continues, for example one that an engine trained",
         shown="none",
         metavar="DIR",
     )
@@ -53,7 +53,7 @@ def _train_look_ahead(add: Add) -> None:
 
     Example: %(prog)s MODEL --exit-layer 8 --dataset-path c/*.txt --out AHEAD
     """
-    add("--exit-layer", "number of first layers through which they run", layer, required=True)
+    add("--exit-layer", "number of the model's first layers that process the embeddings", layer, required=True)
     add("--exit-head", "a trained head for this layer", shown="the model's norm and head", metavar="DIR")
     add("--num-draft", "number of tokens that one pass drafts", whole(2, 64), 4)
     _training(add)
@@ -62,10 +62,10 @@ def _train_look_ahead(add: Add) -> None:
 def _training(add: Add) -> None:
     _model(add)
     add("--dataset-path", DATA, Path, nargs="+", required=True)
-    add("--out", "new folder of the part", Path, required=True)
+    add("--out", "new folder for the trained part", Path, required=True)
     add("--steps", "number of optimizer steps", count, 1000)
-    add("--batch-tokens", "tokens per step", whole(16, 10_000_000), 4096)
-    add("--row-tokens", "tokens per row", whole(16, 1_000_000), 512)
+    add("--batch-tokens", "number of tokens per optimizer step", whole(16, 10_000_000), 4096)
+    add("--row-tokens", "number of tokens per row", whole(16, 1_000_000), 512)
     add("--learning-rate", "highest learning rate", share, 1e-3)
     add("--heldout", "share of rows to hold out for the score", share, 0.05)
     add("--device", "device to train on", shown="cuda if there is a GPU", choices=("cpu", "cuda"))
@@ -81,15 +81,15 @@ def _calibrate(add: Add) -> None:
     _model(add)
     add("--dataset-path", DATA, Path, nargs="+", required=True)
     add("--exit-layers", "exit layers to measure, for example 1,2,4", listed(layer), shown="all but the last")
-    words = "find the best sets of these numbers of layers, for example 16,24; continues the search in --output-json"
+    words = "search the best layers for each number of layers, as in 16,24; continues a search in --output-json"
     add("--layers", words, listed(layer))
-    add("--exits", "how many of the best exits to serve", whole(1, 64), 2)
+    add("--exits", "number of the best exits that an engine serves and measures", whole(1, 64), 2)
     also, words = (
         "prompt_lookup,suffix_lookup,cascade",
-        "other methods to serve, in the form of `bench --methods`, or none",
+        "other methods to serve and measure, as for `bench --methods`, or none",
     )
     add("--also", words, default=[also], shown=also, nargs="+", metavar="METHOD")
-    add("--max-draft", "longest draft of an exit", whole(1, 64), 8, metavar="K")
+    add("--max-draft", "longest draft of an exit, in tokens", whole(1, 64), 8, metavar="K")
     add("--enforce-eager", "serve without CUDA graphs; use it if your server does", bool)
     _measuring(add, rounds=3, prompts=8, tokens=96)
 
@@ -99,8 +99,14 @@ def _verify_lossless(add: Add) -> None:
 
     Example: %(prog)s --method prompt_lookup early_exit
     """
-    add("--method", "names, or values of --speculative-config", shown="all methods", nargs="+", metavar="METHOD")
-    add("--samples", "samples per test", whole(100, 10_000_000), 4000)
+    add(
+        "--method",
+        "names of methods, or values of --speculative-config",
+        shown="all methods",
+        nargs="+",
+        metavar="METHOD",
+    )
+    add("--samples", "number of samples per test", whole(100, 10_000_000), 4000)
     add("--seed", "seed of the model, the prompts and the engines", whole(0, 2**31), 0)
     add("--output-json", "file for the report", Path)
 
@@ -114,7 +120,7 @@ def _check(add: Add) -> None:
     add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
     add("--options", "options of the proposer", dictionary, {}, metavar="JSON")
     add("--time-budget-ms", "time limit per step", whole(1, 60_000), 1000)
-    add("--tokenizer", "model with the tokenizer that the class gets, for example examples/demo/model", metavar="MODEL")
+    add("--tokenizer", "model with the tokenizer for the class, for example examples/demo/model", metavar="MODEL")
 
 
 def _doctor(add: Add) -> None:
@@ -126,7 +132,7 @@ def _doctor(add: Add) -> None:
     shown = '{"method":"prompt_lookup"}'
     add("--speculative-config", "configuration to check", dictionary, shown=shown, metavar="JSON")
     _model(add, "--model")
-    words = "arguments of `vllm serve`, as in -- --enable-lora, or its whole line, as in -- vllm serve MODEL FLAGS"
+    words = "flags of `vllm serve` (-- --enable-lora), or the whole command line (-- vllm serve MODEL FLAGS)"
     add("serve", words, nargs="*", metavar="ARGUMENT")
     add("--json", "print the findings as JSON", bool)
 
@@ -135,12 +141,17 @@ def _collect(add: Add) -> None:
     """Pack metrics, versions, a diagnosis and log lines of a running server, without prompts and answers.
 
     Example: %(prog)s --url http://localhost:8000 --log vllm.log --out incident.zip -- vllm serve MODEL FLAGS.
-    Without the server's line or its --speculative-config, the diagnosis covers the installation alone.
+    Without the server's command line or --speculative-config, the diagnosis covers only the installation.
     """
     add("--url", "address of the server", default="http://localhost:8000")
-    add("--log", "log file of the server; its warnings and lines about speculation are packed", Path, shown="none")
-    add("--speculative-config", "the server's configuration", dictionary, shown="none", metavar="JSON")
-    add("--out", "new file", Path, required=True)
+    add(
+        "--log",
+        "log file of the server; the bundle gets its warnings and lines about speculation",
+        Path,
+        shown="none",
+    )
+    add("--speculative-config", "the server's --speculative-config", dictionary, shown="none", metavar="JSON")
+    add("--out", "new file for the bundle", Path, required=True)
     add("serve", "the server's command line, as in -- vllm serve MODEL FLAGS", nargs="*", metavar="ARGUMENT")
 
 
@@ -152,17 +163,17 @@ def _build_store(add: Add) -> None:
     _model(add, "--tokenizer", required=True)
     add(
         "--dataset-path",
-        f"{DATA}; when the store is full, later texts stay",
+        f"{DATA}; a full store keeps the later texts",
         Path,
         nargs="+",
         required=True,
         dest="data",
     )
-    add("--out", "file of the store, for the field store_path", Path, required=True)
+    add("--out", "file for the store, which the field store_path names", Path, required=True)
     add(
         "--cache-salt",
         "the `cache_salt` of the requests that may use the store",
-        shown="requests without one",
+        shown="requests without a salt",
         metavar="SALT",
     )
 
@@ -174,11 +185,11 @@ def _bench(add: Add) -> None:
     --max-concurrency 1,4
     """
     _model(add, "--model", " (default: the chat model that examples/chat_model.py makes)")
-    methods = "ngram,prompt_lookup, and without --trace cascade"
-    words = "names, names with K as in ngram:31, or values of --speculative-config"
+    methods = "ngram,prompt_lookup,cascade; with --trace without cascade"
+    words = "names of methods, names with K (ngram:31), or values of --speculative-config"
     add("--methods", words, shown=methods, nargs="+", metavar="METHOD")
-    names = "edit, summary, maths, chat, retrieval, translation, extraction, agent"
-    add("--workloads", names, listed(str.strip), shown="the first four, without --dataset-path")
+    names = "workloads: edit, summary, maths, chat, retrieval, translation, extraction, agent"
+    add("--workloads", names, listed(str.strip), shown="the first four, if --dataset-path is not given")
     add("--dataset-path", DATA, Path, [], "none", nargs="+")
     add(
         "--max-concurrency",
@@ -190,11 +201,11 @@ def _bench(add: Add) -> None:
     )
     add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")
     add("--ignore-eos", "ignore end tokens, so that each output has the maximum length", bool)
-    add("--engine-args", "further arguments of vllm.LLM for all engines", dictionary, {}, metavar="JSON")
-    add("--trace", "log of token ids that all engines must emit; replaces the workloads", Path, metavar="LOG")
-    words = "with --trace: also send requests at random times, at these shares of the rate without speculation: 0.5,0.9"
+    add("--engine-args", "additional arguments of vllm.LLM for all engines", dictionary, {}, metavar="JSON")
+    add("--trace", "log of token ids: every engine emits its outputs; replaces --workloads", Path, metavar="LOG")
+    words = "with --trace: also send requests at random times, at shares of the rate without speculation, as in 0.5,0.9"
     add("--rate", words, listed(positive), [], "none")
-    words = "with --trace: name of vLLM's drafter in the log's \"accepted\", which holds its accepted lengths"
+    words = 'with --trace: drafter of vLLM; the log has its accepted lengths under this name in "accepted"'
     add("--drafter", words, metavar="NAME")
     words = '"dummy" uses random weights, so a folder with a config.json suffices'
     add("--load-format", words, choices=("auto", "dummy"))
@@ -208,9 +219,9 @@ def _replay(add: Add) -> None:
     Example: %(prog)s --dataset-path trace.jsonl --tokenizer MODEL --max-concurrency 1,32
     """
     add("--dataset-path", DATA, Path, nargs="+", required=True)
-    _model(add, "--tokenizer", "; for text")
-    words = "methods: a name (prompt_lookup), a name with K (ngram:5), or JSON as for --speculative-config"
-    add("--methods", words, default=[], shown="all that read only token ids", nargs="+", metavar="METHOD")
+    _model(add, "--tokenizer", "; required if the data is text")
+    words = "names of methods, names with K (prompt_lookup:5), or values of --speculative-config"
+    add("--methods", words, default=[], shown="all methods that read only token ids", nargs="+", metavar="METHOD")
     ladder = "3,5,8,12,15,24,31,48,64, while the speed rises"
     add("--num-draft", "values of K to try", listed(whole(1, 64)), shown=ladder)
     add(
@@ -222,29 +233,33 @@ def _replay(add: Add) -> None:
         dest="batch",
     )
     add("--requests", "number of requests to read", count, 2000)
-    add("--by-file", "report each file of --dataset-path as a task", bool)
-    words = "use only requests with even or odd ids (or line numbers, without ids)"
+    add("--by-file", "report each file of --dataset-path separately", bool)
+    words = "read only requests with even or odd ids; the line number replaces a missing id"
     add("--ids", words, default="all", choices=("all", "even", "odd"))
-    add("--max-output", "skip requests with longer outputs, in tokens", count)
-    words = "also replay a drafter: its name in the log, ms per draft, and K, for example eagle3:2.14:5"
+    add("--max-output", "longest output of a request, in tokens; longer ones are skipped", count)
+    words = "also replay a drafter: its name in the log, its time per draft in ms, and K, as in eagle3:2.14:5"
     add("--drafter", words, metavar="NAME:MS[:MS_A_TOKEN]:K")
     published = "llama-2-7b or llama-3.1-8b on an H100"
     words = f"step times: {published}, MS:MS_A_TOKEN, or a file from `bench`"
     add("--costs", words, default="llama-2-7b", metavar="COSTS")
-    words = "the model runner that chooses the lengths of drafts; GPUs have v2"
+    words = "model runner that chooses draft lengths; GPUs run v2"
     add("--runner", words, default="v2", choices=("v1", "v2"))
-    add("--draft-us", "drafting time per request and step, in us", positive, shown="measured here")
+    add("--draft-us", "drafting time per request and step, in us", positive, shown="measured on this machine")
     add("--output-json", "file for the figures", Path)
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--rounds", "measured rounds, after one warm-up", whole(1, 1000), rounds)
     add(
-        "--num-prompts", "prompts per round; at least the number of concurrent requests", layer, prompts, dest="prompts"
+        "--num-prompts",
+        "number of prompts per round, at least the number of concurrent requests",
+        layer,
+        prompts,
+        dest="prompts",
     )
-    words = "length of prompts that are cut from texts"
+    words = "length of prompts that are cut from texts, in tokens"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
-    shown = str(tokens or "64; with --trace the log's")
+    shown = str(tokens or "64; with --trace the length in the log")
     add("--output-len", "longest output, in tokens", whole(2, 100_000), tokens, shown)
     shown = "float32 on a CPU, else auto"
     add("--dtype", "dtype of the model", shown=shown, choices=("auto", "bfloat16", "float16", "float32"))
@@ -255,8 +270,8 @@ def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None
     add(name, f"folder or Hugging Face name of a model{more}", metavar="MODEL", **kwargs)
 
 
-# By command: the module with its `run`, packages that it needs beside this one, and the function that adds its
-# arguments, with its help as docstring.
+# By command: the module with its `run`, the additional packages that it needs, and the function that adds its arguments
+# and has its help as docstring.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], Callable[[Add], None]]] = {
     "train-exit-head": ("vllm_specplugins.tools.training.command", TORCH, _train_exit_head),
     "train-jump": ("vllm_specplugins.tools.training.command", TORCH, _train_jump),

@@ -1,4 +1,4 @@
-"""Running totals of drafted and accepted tokens and of faults, for logs, metrics and `specplugins_stats`."""
+"""Counts drafted tokens, accepted tokens and faults, for logs, metrics and `specplugins_stats`."""
 
 import copy
 from collections import Counter as Histogram
@@ -19,7 +19,7 @@ class StageCounters:
     """Running totals of one stage of a cascade; the unit is tokens unless noted."""
 
     drafted: int = 0
-    kept: int = 0  # that the next stage kept, or that went to the target where there is none
+    kept: int = 0  # tokens that the next stage kept; for the last stage, tokens sent to the target
     accepted: int = 0
     ms: float = 0.0  # that the stage took
     faults: dict[str, int] = field(default_factory=dict)  # by kind
@@ -27,10 +27,10 @@ class StageCounters:
     times_switched_off: int = 0
     pause_s: float = 0.0  # the last one
     asked: int = 0  # requests times steps
-    drafts: int = 0  # of those, how many had a draft of it that went to the target
-    verified: int = 0  # of `kept`, those that the scheduler had the target look at
+    drafts: int = 0  # requests of those whose draft by this stage was sent to the target
+    verified: int = 0  # tokens of `kept` that the target verified
     accepted_at: list[int] = field(default_factory=list)  # by position in the request's draft
-    gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
+    gate_lengths: list[int] = field(default_factory=list)  # number of times that the gate chose each length, from 0 on
 
     def add(self, by_place: Ints, sums: Ints) -> None:
         """Adds the counts of kernels/steps: tokens by [KINDS, K], and SUMS."""
@@ -46,20 +46,20 @@ class StageCounters:
 @dataclass(slots=True)
 class Counters:
     request_steps: int = 0  # steps of single requests that emitted a token
-    drafts: int = 0  # of those, how many verified a draft
+    drafts: int = 0  # steps of those that verified a draft
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     propose_ms: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
-    whole: StageCounters = field(default_factory=StageCounters)  # the method as if it were a stage
-    draft_lengths: list[int] = field(default_factory=list)  # how often a draft had each length, 0 first
+    whole: StageCounters = field(default_factory=StageCounters)  # the method, counted like a stage
+    draft_lengths: list[int] = field(default_factory=list)  # number of drafts of each length, from 0 on
     switched_off: bool = False
     times_switched_off: int = 0
     pause_s: float = 0.0  # the last one
 
     def summary(self) -> str:
-        """One line for a log.
+        """Returns one line for a log.
 
         >>> Counters(request_steps=4, drafts=2, drafted_tokens=6, accepted_tokens=3).summary()
         '1.75 tokens per step, 50 % of 4 steps with a draft; drafted 6, accepted 3'
@@ -101,7 +101,7 @@ class Counters:
         self.add_fates(Histogram(zip(feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)))
 
     def add_fates(self, num_requests: Mapping[tuple[int, int], int]) -> None:
-        """Adds the outcomes of a step: the number of requests by (tokens verified, tokens accepted)."""
+        """Adds the outcomes of a step: the number of requests by (verified tokens, accepted tokens)."""
         for (verified, accepted), requests in num_requests.items():
             self.request_steps += requests
             self.drafts += requests * (verified > 0)
@@ -112,7 +112,7 @@ class Counters:
         self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
 
     def add_drafts(self, num_asked: int, num_requests: Mapping[int, int]) -> None:
-        """Counts new drafts: the requests that wanted one, and requests by the length of the draft."""
+        """Counts new drafts: the number of requests that wanted a draft, and of requests by draft length."""
         self.whole.asked += num_asked
         for length, requests in num_requests.items():
             self.whole.drafts += requests * (length > 0)
@@ -122,11 +122,11 @@ class Counters:
 
 
 class RequestRates:
-    """Acceptance rates of single requests, from their first to their last step."""
+    """Computes the acceptance rates of single requests, from their first to their last step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}  # tokens verified and accepted
-        self._over: set[str] = set()  # since the last feedback, which may come a step late and name them again
+        self._over: set[str] = set()  # requests that ended since the last feedback, which may name them once more
 
     def add(self, feedback: Feedback) -> None:
         over, self._over = self._over, set()
@@ -153,7 +153,7 @@ def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:
 
 
 def count(totals: list[int], index: int, more: int = 1) -> None:
-    """Adds to an entry of a list, which grows if necessary.
+    """Adds 1 to an entry of a list, which grows if necessary.
 
     >>> totals = [1]
     >>> count(totals, 2)

@@ -1,4 +1,4 @@
-"""Proposers of users, and methods that other packages register.
+"""Loads proposers of users, and methods that other packages register.
 
 An entry point of the group `vllm_specplugins.proposers`, "name = module:Class", registers a class that follows
 `draft.Proposer`. A package is imported only when its method is selected, so a broken package affects no other method.
@@ -27,7 +27,8 @@ OptionCheck = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A registration: the method's name, "package.module:Class", the distribution, and why it cannot be used, if so."""
+    """A registration: the method's name, "package.module:Class", the distribution, and the reason for a refusal, if
+    any."""
 
     name: str
     proposer: str
@@ -36,8 +37,7 @@ class Registered:
 
 
 def registrations(reserved: Collection[str] = ()) -> list[Registered]:
-    """The registrations on this machine. Reserved names, and names that are registered twice, are marked as
-    unusable."""
+    """Returns the registrations on this machine. Reserved names, and names that are registered twice, get a refusal."""
     by_package: dict[str, list[Registered]] = {}
     for entries in filter(None, map(_entries, distributions())):
         by_package.setdefault(entries[0].package, entries)  # the first on the path
@@ -62,18 +62,18 @@ def _entries(package: Distribution) -> list[Registered]:
 
 def _refusal(entry: Registered, names: list[str], reserved: Collection[str]) -> str | None:
     if entry.name in reserved:
-        why = "the name is that of a method of ours or of vLLM's"
+        why = "the plugin or vLLM already has a method with this name"
     elif names.count(entry.name) > 1:
         why = "another entry point registers the same name"
     elif not _NAME.fullmatch(entry.name):
-        why = "a name is made of letters, digits, '_', '-' and '.', and begins with a letter"
+        why = "a name may have only letters, digits, '_', '-' and '.', and must begin with a letter"
     else:
         return None
-    return f"the method {entry.name!r} that the package {entry.package!r} registers is refused: {why}."
+    return f"the method {entry.name!r} of the package {entry.package!r} is refused: {why}."
 
 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
-    """Builds the user's proposer, which takes no part in the exchange between ranks."""
+    """Builds the user's proposer, which cannot exchange values between ranks."""
     build, who = import_object(config.proposer, method), f"{method}: proposer {config.proposer!r}"
     alone = replace(context, num_ranks=1, rank=0, agreed=lambda value: value)
     try:
@@ -91,19 +91,19 @@ def build_custom(method: str, config: CustomConfig, context: ProposerContext) ->
 
 @contextmanager
 def _same_signals() -> Iterator[None]:
-    """Undoes the handlers that the user's code sets, so that signals still end an engine."""
+    """Restores the signal handlers after the user's code runs, so that signals still end an engine."""
     before = [(number, getsignal(number)) for number in (SIGINT, SIGTERM)]
     try:
         yield
     finally:
         for number, handler in before:
-            if handler is not None and getsignal(number) is not handler:  # in the main thread, as no other can set one
+            if handler is not None and getsignal(number) is not handler:  # only the main thread can set a handler
                 signal(number, handler)
 
 
 def option_checks(config: SpecConfig) -> list[OptionCheck]:
-    """The `check_options` functions of the user's proposers in a method. They raise ValueError for options that they
-    refuse."""
+    """Returns the `check_options` functions of the user's proposers in a method. They raise ValueError for options that
+    they refuse."""
     checks = _attributes(config, "check_options")
     for path, check in checks.items():
         if check is not None and not callable(check):
@@ -112,7 +112,7 @@ def option_checks(config: SpecConfig) -> list[OptionCheck]:
 
 
 def declares(config: SpecConfig, name: str) -> bool:
-    """Whether the user's class declares a flag, such as `may_be_late = True` or `drafts_on_device = True`."""
+    """Returns whether the user's class declares a flag, such as `may_be_late = True` or `drafts_on_device = True`."""
     return any(value is True for value in _attributes(config, name).values())
 
 
@@ -122,8 +122,8 @@ def _attributes(config: SpecConfig, name: str) -> dict[str, Any]:
 
 
 def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
-    """The class or function at "package.module:name". Raises ConfigError if it is missing, if its module raises or
-    exits, or if it cannot be called or follows another protocol."""
+    """Returns the class or function at "package.module:name". Raises ConfigError if it is missing, if its module raises
+    or exits, if it cannot be called, or if it follows another protocol."""
     module, _, name = path.partition(":")
     try:
         with _same_signals():
@@ -132,7 +132,7 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
         raise
     except BaseException as error:  # the module may exit
         cause = f"{type(error).__name__}: {error_text(error)}"
-        hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
+        hint = "; PYTHONPATH=. adds the current folder to the path" if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"{method}: proposer {brief(path)} cannot be imported ({cause}{hint}).") from error
     if not callable(imported):
         raise ConfigError(

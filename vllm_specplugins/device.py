@@ -1,5 +1,5 @@
-"""The interface of proposers that draft on the device: on Model Runner V2 they run in the CUDA graph of a step, and no
-step waits.
+"""Defines the interface of proposers that draft on the device. On Model Runner V2 they run in the CUDA graph of a step,
+so no step waits for them.
 
 Dimensions: num_slots, the requests that the engine can hold; a request has one slot from `start` to its end. num_reqs,
 the rows of a step, padding included. K = num_speculative_tokens.
@@ -14,7 +14,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, Propos
 
 
 class DeviceTexts(NamedTuple):
-    """Prompts and outputs so far, on the device: read-only tensors at fixed addresses.
+    """The requests' texts (prompts and outputs so far) on the device, as read-only tensors at fixed addresses.
 
     Args:
         token_ids: [num_slots, max_model_len] int32; tokens after a request's length are arbitrary.
@@ -26,8 +26,8 @@ class DeviceTexts(NamedTuple):
 
 
 def checked_draft(draft: Any, limits: Any, max_num_draft: int) -> Draft:
-    """Returns the draft; raises ValueError for a tensor of another shape, type or device than a
-    `DeviceProposer` returns. Reads no values, so no step waits."""
+    """Returns the draft. Raises ValueError for a tensor whose shape, type or device differs from what
+    `DeviceProposer.draft` must return. It reads no values, so no step waits."""
     token_ids, num_draft, confidence = draft.token_ids, draft.num_draft, draft.confidence
     rows, device = tuple(limits.shape), limits.device
     integers, floats = ("int32", "int64"), ("float32", "float16", "bfloat16", "float64")
@@ -47,7 +47,7 @@ def checked_draft(draft: Any, limits: Any, max_num_draft: int) -> Draft:
 
 class DeviceProposer(Proposer):
     """The base class of proposers that draft on the device; subclasses override `draft`. On Model Runner V1, as a stage
-    of a cascade and in `check`, `propose` makes tensors of the host's tokens in each step, which is slow."""
+    of a cascade and in `check`, `propose` copies the host's tokens to tensors in each step, which is slow."""
 
     drafts_on_device = True
 
@@ -57,10 +57,10 @@ class DeviceProposer(Proposer):
         self._slots: dict[str, int] = {}  # of `propose`
 
     def draft(self, texts: DeviceTexts, slots: Any, limits: Any) -> Draft:
-        """Drafts at most limits [num_reqs] int32 tokens after the texts of these slots, [num_reqs] int64. A CUDA
+        """Drafts at most limits ([num_reqs] int32) tokens after the texts in these slots ([num_reqs] int64). A CUDA
         graph records the call for each batch size and replays it, so the call must neither wait for the device nor
-        branch on a tensor's values, and its shapes may depend on num_reqs alone. Every tensor-parallel rank must
-        compute the same result. Rows that pad a graph have the last slot, and limits 0.
+        branch on a tensor's values, and its shapes may depend only on num_reqs. Every tensor-parallel rank must compute
+        the same result. Rows that pad a graph have the last slot, and limits 0.
 
         Returns a `Draft` of tensors without logits: token_ids [num_reqs, <= K] and num_draft [num_reqs] of int32 or
         int64, and confidence [num_reqs], a float, or None. The engine drops tokens past `limits`, and cuts a draft
@@ -69,21 +69,21 @@ class DeviceProposer(Proposer):
         raise NotImplementedError
 
     def start(self, request_id: str, slot: int, options: Mapping[str, Any]) -> None:
-        """Resets the state of a slot before drafting for its new request, or for one that returns after a
+        """Resets the state of a slot before it drafts for a new request, or for a request that returns after a
         preemption."""
         return
 
     def observe(self, feedback: Feedback) -> None:
-        """Receives outcomes as in `draft.Proposer`; never called on Model Runner V2."""
+        """Receives outcomes as in `draft.Proposer`; Model Runner V2 never calls it."""
         return
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops requests that ended. An override must call this method."""
+        """Drops requests that ended. A method that overrides it must call it."""
         for request_id in request_ids:
             self._slots.pop(request_id, None)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Calls `draft` with tensors made of the host's tokens."""
+        """Calls `draft` with tensors of the host's tokens."""
         import torch
 
         for request_id, options in zip(batch.request_ids, batch.options, strict=True):

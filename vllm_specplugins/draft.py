@@ -1,4 +1,4 @@
-"""The interface between the engine and proposers on both model runners: the protocol and its value types.
+"""Defines the interface between the engine and proposers on both model runners: the protocol and its value types.
 
 Dimensions: num_reqs, the requests of a step that may get a draft; K = num_speculative_tokens. PROTOCOL_VERSION
 increases with every change that can break a working proposer. A class with another `protocol_version` is refused at the
@@ -22,8 +22,8 @@ class RequestFault(Exception):
     """A proposer raises this to end drafting for one request. It does not count towards the circuit breaker.
 
     Args:
-        request_id: one of the batch.
-        reason: for the log.
+        request_id: the id of a request in the batch.
+        reason: the text for the log.
     """
 
     def __init__(self, request_id: str, reason: str):
@@ -37,13 +37,13 @@ def _same(value: T) -> T:
 
 class Codec(Protocol):
     """Converts token ids to the bytes of their text and back, without a begin-of-sequence token. A token may end within
-    a character. A call holds Python's global lock for 0.2 ms per 1,000 bytes."""
+    a character. A call holds the GIL for 0.2 ms per 1,000 bytes."""
 
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """The bytes of the tokens' text; special tokens appear by name."""
+        """Returns the bytes of the tokens' text; special tokens appear by name."""
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
-        """The tokens of a text, without special tokens."""
+        """Returns the tokens of a text, without special tokens."""
 
 
 def _no_codec() -> Codec:
@@ -52,7 +52,7 @@ def _no_codec() -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class ProposerContext:
-    """The engine's limits and services, for a proposer's constructor.
+    """Limits and services of the engine, for a proposer's constructor.
 
     Args:
         vocab_size: token ids are in [0, vocab_size).
@@ -63,7 +63,7 @@ class ProposerContext:
         codec: creates a `Codec`; slow. Raises ValueError unless the tokenizer is a fast one.
         device, dtype: the target's, as torch types.
         time_budget_ms: time limit of a proposer on the host per step; None: no limit.
-        num_ranks, rank: of the tensor-parallel group; all ranks draft for the same requests.
+        num_ranks, rank: size of the tensor-parallel group and place in it; all ranks draft for the same requests.
         agreed: returns rank 0's value (times, drafts) on every rank; all ranks must call it at the same points.
         file_suffix: suffix of this engine's files; None if another rank saves.
     """
@@ -91,8 +91,8 @@ class Draft:
     Args:
         token_ids: [num_reqs, <= K] int32, an array, or a model proposer's tensor; ignored beyond num_draft.
         num_draft: [num_reqs] int32, 0 for no draft.
-        confidence: [num_reqs] float32, finite, of each first token: a probability, or a match's length (from 1 on).
-            Drafters of the engine and of a part of the target rate each token, as wide as token_ids.
+        confidence: [num_reqs] float32, finite, the confidence in each first token: a probability, or a match's length
+            (from 1 on). Drafters of the engine and of a part of the target rate each token, as wide as token_ids.
         logits: [num_reqs, <= K, vocab_size], as wide as token_ids, for a model proposer that samples: q is their
             softmax at the request's temperature. None: q is one-hot, which is also exact; on the host it must be None.
     """
@@ -115,7 +115,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The draft of a stage that is built into vLLM, made before our proposer drafts.
+    """The draft of a stage that is built into vLLM. The engine makes it before our proposer drafts.
 
     Args:
         draft: equally many tokens for each request; the confidence is an acceptance probability of each token, given
@@ -131,10 +131,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The requests that want a draft in this step; read-only.
+    """The requests that may get a draft in this step; read-only.
 
     Args:
-        request_ids: stable from a request's first step to `forget`.
+        request_ids: ids that stay the same from a request's first step to `forget`.
         token_ids: prompt and output of each request, [num_tokens] int32, valid during the call. Empty for a model
             proposer, since its tokens may be on the device only.
         max_num_draft: [num_reqs] int32, the limit of each request's draft, 0 to K.
@@ -158,8 +158,8 @@ class DraftBatch:
 
     @property
     def tenants(self) -> list[bytes]:
-        """The tenant of each request: a hash of its `cache_salt`, or b"" without one. What a proposer learns from one
-        tenant's tokens, it must not draft for another."""
+        """Returns the tenant of each request: a hash of its `cache_salt`, or b"" without one. A proposer must not draft
+        for one tenant what it learned from another tenant's tokens."""
         return [options.get("tenant", b"") for options in self.options]
 
 
@@ -186,8 +186,8 @@ class Feedback:
 
 class Proposer(Protocol):
     """Drafts the next tokens of requests. All calls come from one thread. The default `observe` and `forget` do
-    nothing. A class on the host may also have `finish(request_id, token_ids)`: it receives the whole text of a request
-    before `forget`, since `propose` may not have seen its end."""
+    nothing. A class on the host may also have `finish(request_id, token_ids, tenant)`: it receives the whole text of a
+    request before `forget`, since `propose` may not have seen its end."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Returns a draft for every request of the batch."""

@@ -1,4 +1,5 @@
-"""The table of methods, and the only place to add a proposer. Other packages may register more (custom.py)."""
+"""Defines the table of methods, the only place to add a proposer. Other packages may register more methods
+(custom.py)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,12 +32,12 @@ class Method:
         proposer: "module:Class" in this package, called with (method_config, ProposerContext); None: the configuration
             names it. A module that runs the target has a function `check`, which is called with (method_config,
             target.TargetSizes) before an engine loads anything, and raises ConfigError.
-        runs_target: the proposer gets `DraftBatch.target`, and K slots of the KV cache past the last token. Others get
-            `DraftBatch.token_ids`.
-        is_lookup: it copies from texts, such as the option `reference`, and can extend drafts.
+        runs_target: the proposer gets `DraftBatch.target`, and K slots of the KV cache after the last token. Other
+            proposers get `DraftBatch.token_ids`.
+        is_lookup: it copies tokens from texts, such as the option `reference`, and can extend drafts.
         has_tenants: it drafts from earlier requests of the same tenant, or asks a server whose cache has tenants.
         is_offered: vLLM's runner makes its drafts, which come with the batch (`DraftBatch.offer`).
-        forces_tokens: our scheduler adds tokens after the drafts of all others.
+        forces_tokens: the plugin's scheduler adds its tokens after the drafts of all other stages.
         is_late: on Model Runner V2 it drafts on the host from tokens that are one or two steps old, so no step waits
             (v2/speculators/late.py). For a lookup, the device searches the request's text.
         cuts_layers: it runs some of the target's layers, or enters them (see `enters_states`).
@@ -44,7 +45,7 @@ class Method:
         reads_tokens_alone: recorded tokens suffice to draft; other methods need an engine or a server.
         knows_adapters: its drafts follow a request's LoRA adapter.
         rates_drafts: even without other methods, its draft tokens have acceptance probabilities, by which vLLM trims.
-        our_field: a configuration with this field selects our method if vLLM has one of the same name.
+        our_field: a configuration with this field selects this package's method if vLLM has a method of the same name.
     """
 
     config: type
@@ -64,7 +65,7 @@ class Method:
 
     @property
     def may_follow(self) -> bool:
-        """Whether it can draft on the device after a lookup."""
+        """Returns whether it can draft on the device after a lookup."""
         return self.runs_target or self.is_offered
 
     @property
@@ -121,12 +122,12 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
 
 
 def method_of(name: str) -> Method:
-    """The row of a method; a registered method has the row of `custom`."""
+    """Returns the row of a method; a registered method has the row of `custom`."""
     return METHODS.get(name) or BUILT_IN.get(name) or METHODS["custom"]
 
 
 def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
-    """The row and the configuration of each stage, or of the single method."""
+    """Returns the row and the configuration of each stage, or of the single method."""
     return [(method_of(part.method), part.method_config) for part in config.parts]
 
 
@@ -135,12 +136,12 @@ def runs_target(config: SpecConfig) -> bool:
 
 
 def reads_history(config: SpecConfig) -> bool:
-    """Whether a method or stage reads the requests' tokens, as a cascade's gate does."""
+    """Returns whether a method or stage reads the requests' tokens, as a cascade's gate does."""
     return bool(config.stages) or not runs_target(config)
 
 
 def forces_tokens(config: SpecConfig) -> list[bool]:
-    """For each method or stage, whether our scheduler adds its tokens."""
+    """Returns, for each method or stage, whether the plugin's scheduler adds its tokens."""
     return [row.forces_tokens for row, _ in drafters(config)]
 
 
@@ -149,22 +150,23 @@ def enters_states(config: SpecConfig) -> bool:
 
 
 def has_tenants(config: SpecConfig) -> bool:
-    """Whether a method or stage drafts from, or learns from, earlier requests of a tenant."""
+    """Returns whether a method or stage drafts from, or learns from, earlier requests of a tenant."""
     return any(row.has_tenants or getattr(part, "is_trained", False) for row, part in drafters(config))
 
 
 def drafts_late(config: SpecConfig) -> bool:
-    """Whether the method, or the first stage, can draft on the host on Model Runner V2 without a wait in any step."""
+    """Returns whether the method, or its first stage, can draft on the host on Model Runner V2 while no step waits."""
     return method_of(config.parts[0].method).is_late or (not config.stages and declares(config, "may_be_late"))
 
 
 def is_custom_on_device(config: SpecConfig) -> bool:
-    """Whether the method is another package's `device.DeviceProposer`, without other stages."""
+    """Returns whether the method is a `device.DeviceProposer` of another package, without other stages."""
     return not config.stages and declares(config, "drafts_on_device")
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:
-    """Makes a single method the only stage of a cascade with a gate; unchanged if `gate` is "off"."""
+    """Makes a single method the only stage of a cascade with a gate. If `gate` is "off", the configuration stays
+    unchanged."""
     if config.common.gate == "off" or config.stages:
         return config
     stage = StageConfig(method=config.method, method_config=config.method_config)
@@ -175,7 +177,7 @@ def build_proposer(config: SpecConfig | StageConfig, context: ProposerContext) -
     method_config = config.method_config
     if isinstance(method_config, CustomConfig):
         return build_custom(config.method, method_config, context)
-    if isinstance(method_config, CascadeConfig):  # perhaps of a single method that is behind a gate
+    if isinstance(method_config, CascadeConfig):  # also of a single method with a gate
         stages = [build_proposer(stage, context) for stage in method_config.stages]
         return METHODS["cascade"].build(config, context, stages)
     return method_of(config.method).build(method_config, context)

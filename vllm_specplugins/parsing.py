@@ -1,4 +1,4 @@
-"""Turns users' dictionaries into checked configurations, for our methods and those of other packages."""
+"""Turns users' dictionaries into checked configurations, for methods of this package and of others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -30,16 +30,17 @@ from vllm_specplugins.methods import BUILT_IN, METHODS, forces_tokens
 
 
 def registered_methods() -> Mapping[str, Registered]:
-    """The available methods of other packages, by name."""
+    """Returns the available methods of other packages, by name."""
     return {entry.name: entry for entry in registrations((*METHODS, *BUILT_IN)) if entry.refusal is None}
 
 
 def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
-    """The checked configuration for a user's dictionary, in which "method" is one of METHODS or registered. With
+    """Returns the checked configuration of a user's dictionary, in which "method" is one of METHODS or registered. With
     `greedy`, `draft_sample_method` is "greedy" by default, as vLLM's verification requires.
 
     Raises:
-        ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
+        ConfigError: in the cases of SpecConfig.parse, for a proposer class that cannot be imported, and for stages that
+            cannot be combined.
     """
     values = with_our_names(raw["method"], {key: value for key, value in raw.items() if key != "method"})
     method = raw["method"]
@@ -63,17 +64,17 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     check_built_in(config)
     forcing = [name for name, forces in zip(methods_of(config), forces_tokens(config), strict=True) if forces]
     if len(forcing) > 1:
-        raise ConfigError(f"cascade: keep one {forcing[0]} in stages: it extends the drafts of all other stages.")
+        raise ConfigError(f"cascade: keep only one {forcing[0]} in stages: it extends the drafts of all other stages.")
     return config
 
 
 def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
-    """Parses with the class's dataclass `Config`; a class without one takes `options`."""
+    """Parses the fields of the class's dataclass `Config`; a class without one takes `options`."""
     name, path = registered.name, registered.proposer
     kind = getattr(import_object(path, name), "Config", None)
     if kind is None:
         if "proposer" in raw:
-            raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
+            raise ConfigError(f"{name}: 'proposer' is not a field: the package sets it to {path}.")
         return SpecConfig.parse(name, CustomConfig, {**raw, "proposer": path})
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(kind)}.")

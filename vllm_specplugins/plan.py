@@ -7,12 +7,12 @@ from enum import Enum
 from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 from vllm_specplugins.methods import drafters, drafts_late, forces_tokens, is_custom_on_device, method_of, runs_target
 
-# Schedulers of ours, for vLLM's field `scheduler_cls`.
+# The plugin's schedulers, for vLLM's field `scheduler_cls`.
 CHOOSING = "vllm_specplugins.engine.scheduler.ChoosingScheduler"
 PLANNED = "vllm_specplugins.engine.scheduler.PlannedScheduler"
 GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 
-# Speculators of Model Runner V2.
+# The plugin's speculators for Model Runner V2.
 ON_HOST = "vllm_specplugins.engine.v2.speculators.host:HostSpeculator"
 ON_DEVICE = "vllm_specplugins.engine.v2.speculators.device:DeviceSpeculator"
 TREES = "vllm_specplugins.engine.v2.trees.speculator:TreeSpeculator"
@@ -33,8 +33,9 @@ class Chooser(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Facts about an engine, named as in vLLM. The defaults are those of one GPU without restrictions. `asked_async` is
-    the user's `async_scheduling`. `untrimmed_for` states why vLLM's adaptive verification cannot trim drafts, if so."""
+    """Facts about an engine, with vLLM's names. The defaults describe one GPU without restrictions. `asked_async` is
+    the user's `async_scheduling`. `untrimmed_for` is the reason why vLLM's adaptive verification cannot trim drafts, if
+    there is one."""
 
     use_v2_model_runner: bool = True
     asked_async: bool | None = None
@@ -51,14 +52,14 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a method runs in an engine. As a string it is a line for the log at the start.
+    """The plan of a method in an engine. As a string it is the log line at the start.
 
     Args:
         host_reason: why steps wait for drafts on the host; None: drafts are made on the device.
         is_late: a thread on the host also drafts, from tokens that are one or two steps old, and no step waits for it.
-        schedule: in words, with the reason for it.
-        scheduler: our scheduler; None: the user's.
-        speculator: ours, on Model Runner V2.
+        schedule: the schedule in words, with the reason for it.
+        scheduler: the plugin's scheduler; None: the user's scheduler.
+        speculator: the plugin's speculator, on Model Runner V2.
         untrimmed_for: why the device does not trim drafts; None: vLLM's adaptive verification trims them there.
         scheduler_stage: the index of the stage whose tokens the scheduler adds after the drafts of the others, if any.
         scheduler_alone: whether there are no others.
@@ -82,7 +83,7 @@ class Plan:
 
     @property
     def branches(self) -> bool:
-        """Whether drafts may branch."""
+        """Returns whether drafts may branch."""
         return self.speculator in (TREES, LOOKAHEAD)
 
     @property
@@ -100,8 +101,8 @@ class Plan:
 
 
 def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
-    """The plan for a method in an engine. Raises ConfigError if the method cannot have the schedule that the user asks
-    for."""
+    """Returns the plan of a method in an engine. Raises ConfigError if the method does not support the user's
+    schedule."""
     host_reason = _host_reason(config, engine)
     on_device = engine.use_v2_model_runner and host_reason is None
     has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
@@ -129,7 +130,8 @@ def _speculator(config: SpecConfig, on_device: bool) -> str:
 
 
 def wanted_schedule(config: SpecConfig, asked_async: bool | None, pipeline_parallel_size: int) -> bool | None:
-    """The `async_scheduling` to request from vLLM, before the engine is known; None leaves the choice to vLLM."""
+    """Returns the `async_scheduling` to request from vLLM before the engine is known; None leaves the choice to
+    vLLM."""
     waits = pipeline_parallel_size == 1 and _host_reason(config, Conditions()) is not None
     return False if asked_async is None and waits else asked_async
 
@@ -145,19 +147,20 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     if not (config.stages or is_late):
         return None
     if not engine.use_v2_model_runner or engine.world_size != engine.tensor_parallel_size:
-        return "it drafts on the device only without a pipeline"
+        return "device drafting needs Model Runner V2 without a pipeline"
     if is_late and not (engine.async_scheduling and engine.scheduler_cls is None):
-        return "its late drafts need steps that are scheduled ahead"
+        return "its late drafts need asynchronous scheduling by vLLM's scheduler"
     if is_late and not rows[0].is_late and engine.world_size > 1:
-        return "its thread might draw random numbers that all ranks must share"
+        return "its thread may draw random numbers, which must be equal on all ranks"
     if rows[-1].runs_target and not config.longest_chain and engine.untrimmed_for is not None:
         return f"the device cannot trim its drafts: {engine.untrimmed_for}"
     return None
 
 
 def _schedule(engine: Conditions, reads_on_host: bool, forces: bool) -> tuple[bool, str]:
-    """Whether steps are scheduled asynchronously, and why. A scheduler that waits for the host knows the true lengths
-    of drafts. A pipeline is never synchronous: vLLM would plan drafts for a request before its last step is over."""
+    """Returns whether steps are scheduled asynchronously, and why. A scheduler that waits for the host knows the actual
+    lengths of drafts. A pipeline is never synchronous: vLLM would plan drafts for a request before its last step is
+    over."""
     if engine.asked_async is not None:
         kind = "asynchronous" if engine.async_scheduling else "synchronous"
         changed = engine.asked_async is not engine.async_scheduling
@@ -177,7 +180,8 @@ def _schedule(engine: Conditions, reads_on_host: bool, forces: bool) -> tuple[bo
 
 
 def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | None:
-    """Our scheduler, if the user has none; raises ConfigError if the method cannot run on the user's choices."""
+    """Returns the plugin's scheduler if the user sets none. Raises ConfigError if the method cannot run with the user's
+    choices."""
     method, theirs, num_stages = config.method, engine.scheduler_cls, engine.pipeline_parallel_size
     forces = any(forces_tokens(config))
     if forces and (is_async or theirs is not None):
@@ -206,7 +210,7 @@ def _chooser(config: SpecConfig, engine: Conditions, on_device: bool) -> Chooser
         return Chooser.NOTHING
     if not on_device:
         return Chooser.GATE
-    # Engines of a mixture of experts run each layer together: one that drafted less would wait for the others.
+    # Engines of a mixture of experts run each layer together, so an engine that drafts less waits for the others.
     is_alone = engine.pipeline_parallel_size == engine.data_parallel_size == 1
     return Chooser.SCHEDULER if is_alone else Chooser.NOTHING
 

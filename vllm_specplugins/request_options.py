@@ -1,9 +1,9 @@
-"""Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary or its JSON text, and flat keys beside
-it, such as "specplugins.max_draft".
+"""Reads the options of one request: `SamplingParams.extra_args["specplugins"]`, a dictionary or its JSON text, and flat
+keys, such as "specplugins.max_draft".
 
-The HTTP API takes them in `vllm_xargs`, where a value cannot be a dictionary; hence the text and the flat keys. The
-front end limits, checks and resolves them, so a bad option gets the answer 400, and affects neither the engine nor
-another request.
+The HTTP API takes options in `vllm_xargs`, whose values cannot be dictionaries, so text and flat keys are allowed. The
+front end limits, checks and resolves options. A request with an invalid option gets a 400, and affects neither the
+engine nor another request.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +30,14 @@ from vllm_specplugins.config import (
 Options = Mapping[str, Any]
 
 MAX_CONTEXT = 2**31 - 1
-# A reference as text: tokens have four bytes on average. One with more than max_model_len tokens is refused anyway.
+# A token has four bytes of text on average. A reference with more than max_model_len tokens is refused later.
 BYTES_PER_TOKEN = 8
 # JSON takes up to three characters for a byte (and nine for a token id): `\u00e9` is two bytes.
 CHARACTERS_PER_TOKEN = 24
-MAX_OTHER_BYTES, MAX_OTHER_BRACKETS = 1 << 16, 1 << 12  # of JSON text beside the reference
+MAX_OTHER_BYTES, MAX_OTHER_BRACKETS = 1 << 16, 1 << 12  # of JSON text without the reference
 MAX_CUSTOM_BYTES, MAX_NESTING = 1 << 14, 8  # options of a custom proposer, as MessagePack
 REFERENCE, TENANT = "reference", "tenant"
-FLAT = "specplugins."  # how flat keys begin
+FLAT = "specplugins."  # prefix of flat keys
 
 
 def _integer_up_to(high: int) -> tuple[str, Callable[[Any], bool]]:
@@ -53,13 +53,13 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 PLAIN = tuple(_PLAIN)
 FLAGS = frozenset(name for name, rule in _PLAIN.items() if rule is _FLAG)
-STORES_NOTHING = {"learn": False}  # options of a request that leaves nothing for later ones
-SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # no custom proposer reads these
+STORES_NOTHING = {"learn": False}  # options of a request that stores nothing for later requests
+SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # custom proposers do not read these
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a request's options; `max_model_len` limits the tokens of a request and of its reference."""
+    """Limits for the options of a request; `max_model_len` limits the tokens of the request and of its reference."""
 
     config: SpecConfig
     vocab_size: int
@@ -79,7 +79,7 @@ class _Reference(msgspec.Struct):
 
 
 def flat_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among flat keys. A flag may also be a number or a text, since `vllm_xargs` permits nothing else.
+    """Returns the options in flat keys. A flag may also be a number or a text, since `vllm_xargs` allows nothing else.
 
     >>> flat_options({"specplugins.max_draft": 4, "specplugins.enabled": 0, "other": 1})
     {'max_draft': 4, 'enabled': False}
@@ -91,15 +91,15 @@ def flat_options(extra_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(raw: Any, max_model_len: int) -> Options:
-    """The dictionary of a request's options, decoded if it is JSON text. Raises ConfigError if it is neither, or if the
-    text is too long or has too many brackets or token ids."""
+    """Returns the dictionary of a request's options, decoded if it is JSON text. Raises ConfigError for other types,
+    and for a text that is too long or has too many brackets or token ids."""
     options = raw
     if isinstance(raw, str):
         longest = MAX_OTHER_BYTES + CHARACTERS_PER_TOKEN * max_model_len
         if len(raw) > longest:
             raise ConfigError(
-                f"specplugins must be at most {longest} characters of JSON text where max_model_len is "
-                f"{max_model_len}, not {len(raw)}."
+                f"specplugins must be at most {longest} characters of JSON text for max_model_len {max_model_len}, not "
+                f"{len(raw)}."
             )
         try:
             options = _decoded(raw.encode(), max_model_len)
@@ -111,15 +111,15 @@ def read_options(raw: Any, max_model_len: int) -> Options:
 
 
 def _decoded(json: bytes, max_model_len: int) -> dict[str, Any]:
-    """Decodes options in bounded memory: the reference may be long, so that the rest is measured without it."""
+    """Decodes options in bounded memory. The reference may be long, so the limits apply to the text without it."""
     decode = msgspec.json.decode
     reference = bytes(decode(json, type=_Reference).reference)
     num_bytes = len(json) - len(reference)
     num_brackets = sum(json.count(bracket) - reference.count(bracket) for bracket in (b"[", b"{"))
     if num_bytes > MAX_OTHER_BYTES or num_brackets > MAX_OTHER_BRACKETS:
         raise ConfigError(
-            f"specplugins: its JSON text must be at most {MAX_OTHER_BYTES} bytes and {MAX_OTHER_BRACKETS} brackets "
-            f"beside the reference, not {num_bytes} and {num_brackets}."
+            f"specplugins: the JSON text without the reference must be at most {MAX_OTHER_BYTES} bytes and "
+            f"{MAX_OTHER_BRACKETS} brackets, not {num_bytes} and {num_brackets}."
         )
     options: dict[str, Any] = decode(json, type=dict[str, msgspec.Raw])
     for key, value in options.items():
@@ -135,19 +135,18 @@ def _decoded(json: bytes, max_model_len: int) -> dict[str, Any]:
 
 
 def understood(options: Options, limits: Limits) -> dict[str, Any]:
-    """Checked copies of the known options; no other data of a client is passed on.
+    """Returns checked copies of the known options, and no other data of a client.
 
-    enabled: whether the request gets drafts at all.
-    max_draft: the largest number of tokens that one step drafts for it.
-    max_context: it is not drafted for beyond this number of tokens of prompt and output.
-    stages: the stages of a cascade that draft for it, by name, or by index and name as in metrics.
-    reference: a text that its output is likely to repeat, for prompt_lookup and suffix_lookup; ids become int32 bytes.
-    learn: whether suffix_lookup may draft from its output for later requests, and heads may learn from it.
+    enabled: whether the request gets drafts. max_draft: the largest number of tokens that one step drafts for the
+    request. max_context: the number of tokens of prompt and output at which drafting ends. stages: the stages of a
+    cascade that draft for the request, by name, or by index and name as in metrics. reference: a text that the output
+    is likely to repeat, for prompt_lookup and suffix_lookup; ids become int32 bytes. learn: whether suffix_lookup may
+    draft from the output for later requests, and heads may learn from it.
 
     Small options of a custom proposer pass unchanged.
 
     Raises:
-        ConfigError: an option does not exist, or its value is not allowed.
+        ConfigError: an option is unknown, or its value is not allowed.
     """
     checked: dict[str, Any] = {}
     custom: dict[Any, Any] = {}
@@ -171,7 +170,8 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
 
 
 def _custom(options: dict[Any, Any]) -> dict[str, Any]:
-    """A copy in plain dictionaries, lists, texts and numbers, as the engine's messages carry it."""
+    """Returns a copy that consists of plain dictionaries, lists, texts and numbers, which the engine's messages can
+    carry."""
     try:
         packed = msgspec.msgpack.encode(options)
         copy: dict[str, Any] = msgspec.msgpack.decode(packed)
@@ -253,8 +253,8 @@ def token_bytes(value: Any, limits: Limits) -> bytes:
 
 
 def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
-    """Checked options in the form that is sent to the engine, with the reference as bytes. `token_ids` are the ids of a
-    text reference. Raises ConfigError if one is outside the vocabulary."""
+    """Returns checked options in the form for the engine, with the reference as bytes. `token_ids` are the ids of a
+    reference in text. Raises ConfigError if an id is outside the vocabulary."""
     sent = {key: options[key] for key in options if key not in (REFERENCE, TENANT)}
     if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
         sent[REFERENCE] = reference
@@ -262,7 +262,7 @@ def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytear
 
 
 def received(options: Options) -> Options:
-    """Resolved options in the engine: the reference is a read-only array, [num_tokens] int32."""
+    """Returns resolved options in the engine, where the reference is a read-only array, [num_tokens] int32."""
     if REFERENCE not in options:
         return options
     token_ids = np.frombuffer(options[REFERENCE], np.int32)
@@ -271,8 +271,8 @@ def received(options: Options) -> Options:
 
 
 def draft_limit(options: Options, num_tokens: int, max_num_draft: int, length_limit: int) -> int:
-    """The largest number of tokens to draft in a step; the target emits one token more. `length_limit` includes the
-    prompt.
+    """Returns the largest number of tokens to draft in a step; the target emits one more token. `length_limit` includes
+    the prompt.
 
     >>> draft_limit({}, 100, 5, 4096), draft_limit({}, 100, 5, 104), draft_limit({"max_draft": 2}, 100, 5, 4096)
     (5, 3, 2)
@@ -286,7 +286,7 @@ def draft_limit(options: Options, num_tokens: int, max_num_draft: int, length_li
 
 
 def allows(options: Sequence[Mapping[str, Any]], name: str) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    """[num_reqs] bool: whether each request's options let the stage of this name draft; None if all do.
+    """Returns [num_reqs] bool, whether each request's options allow the stage of this name to draft; None if all do.
 
     >>> allows([{}, {"stages": ("a",)}], "a"), allows([{}, {"stages": ("a",)}], "b").tolist()
     (None, [True, False])

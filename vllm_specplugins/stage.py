@@ -1,61 +1,63 @@
-"""What the engine asks of the plugin's proposers beside drafts. A class of others is a `Proposer` alone."""
+"""Defines what the engine calls on this package's proposers in addition to `Proposer`. A class of other packages is
+only a `Proposer`."""
 
 from collections.abc import Iterable
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer
 
-Series = tuple[str, tuple[str, ...], float]  # of a metric: the name, labels beside the stage, and the value
+Series = tuple[str, tuple[str, ...], float]  # a metric's name, labels in addition to the stage, and value
 
 
 class StageProposer(Proposer):
-    """A method, alone or as a stage of a cascade, or a whole cascade. The defaults do nothing."""
+    """A method, alone or as a stage of a cascade, or a whole cascade. The default methods do nothing."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         return Draft.empty(batch.num_reqs)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs everything that a step may run, for warm-up and memory profiling."""
+        """Runs all code that a step may run, for warm-up and memory profiling."""
         return self.propose(batch)
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Sets the longest request."""
+        """Sets the length of the longest request."""
 
     def series(self) -> Iterable[Series]:
-        """Metrics of its state."""
+        """Yields metrics of the proposer's state."""
         return ()
 
     def store_stats(self) -> dict[str, int]:
-        """Sizes of its store of earlier outputs; empty without a store."""
+        """Returns the sizes of the store of earlier outputs; empty without a store."""
         return {}
 
     def reset_store(self) -> None:
-        """Forgets all earlier outputs, also in the file and on the server. Other engines keep the outputs that they
-        have fetched."""
+        """Deletes all earlier outputs, also in the file and on the server. Other engines keep the outputs that they
+        fetched."""
 
     def save_store(self) -> None:
-        """Waits until the whole store is on the disk, if it has a file."""
+        """Waits until the whole store is on the disk, if the store has a file."""
 
     def close(self) -> None:
         """Saves files before the engine ends."""
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
-        """The stages of a cascade, by the names of their counters; empty for one method."""
+        """Returns the stages of a cascade, by the names of their counters; empty for a single method."""
         return []
 
     def stage_counters(self) -> dict[str, StageCounters]:
-        """Running totals of a cascade's stages, keyed by "index method"."""
+        """Returns the running totals of a cascade's stages, by "index method"."""
         return {}
 
     def settle_stages(self) -> None:
-        """Makes a cascade's stages forget ended requests now, since no step will follow for a while."""
+        """Makes a cascade's stages forget ended requests now, since no step may follow for a while."""
 
     def activity(self) -> tuple[int, int] | None:
-        """Running counts of a gate's questions to stages, and of drafted tokens and questions that it withheld."""
+        """Returns the number of a gate's calls to stages, the number of drafted tokens, and the number of calls that
+        the gate skipped."""
         return None
 
     def offer_length(self, batch: DraftBatch, num_accepted: Int32Array) -> int | None:
-        """The number of tokens that the engine's drafter drafts in this step; None: all K."""
+        """Returns the number of tokens that the engine's drafter drafts in this step; None: all K."""
         return None
 
 
@@ -63,10 +65,10 @@ _NOTHING = StageProposer()
 
 
 def stage_of(proposer: object) -> StageProposer:
-    """The proposer, or defaults in place of a class of others."""
+    """Returns the proposer, or a `StageProposer` with the defaults in place of a class of another package."""
     return proposer if isinstance(proposer, StageProposer) else _NOTHING
 
 
 def stages_of(proposer: Proposer, title: str) -> list[tuple[str, Proposer]]:
-    """The stages of a cascade, or the single proposer with its title, by the names of their counters."""
+    """Returns the stages of a cascade, or the single proposer with its title, by the names of their counters."""
     return stage_of(proposer).named_stages() or [(title, proposer)]

@@ -1,5 +1,5 @@
-"""The target for model proposers (`DraftBatch.target`), and inputs that only some proposers get. Dimensions are those
-of draft.py."""
+"""Defines the target for model proposers (`DraftBatch.target`), and inputs that only some proposers get. draft.py
+explains the dimensions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
-Layers = int | tuple[int, ...]  # so many of the first layers, or those with these indices
+Layers = int | tuple[int, ...]  # the number of first layers, or indices of layers
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling state of a batch's requests, on the engine's device.
+    """The sampling state of a batch's requests, on the engine's device.
 
     Args:
         temperature: [num_reqs] float32; 0 is greedy.
-        seeds: [num_reqs] int64, for the random numbers of this step's drafts; verification uses others.
+        seeds: [num_reqs] int64, seeds for the random numbers of this step's drafts; verification uses other random
+            numbers.
         verified: `kernels.rejection.Sampling` with [num_reqs] entries, the parameters and random numbers of
             verification; None if vLLM verifies.
     """
@@ -30,23 +31,23 @@ class Sampling:
 
 class PagedForward(Protocol):
     """Runs layers of the target for T new tokens of each request, on the target's paged KV cache, without waiting for
-    the device. Positions may lie up to K - 1 past the newest token, since K slots are reserved. If the attention
-    backend permits it, attention metadata of single tokens is updated in place.
+    the device. K slots are reserved, so positions may exceed the newest token's position by up to K - 1. If the
+    attention backend permits it, the attention metadata of single tokens is updated in place.
     """
 
     def hidden_states(self, layers: Layers, token_ids: Any, positions: Any, normed: bool = True) -> Any:
-        """Hidden states [num_reqs, hidden_size] or [num_reqs, T, hidden_size] after these layers.
+        """Returns hidden states [num_reqs, hidden_size] or [num_reqs, T, hidden_size] after these layers.
 
         Args:
             layers: layers to run.
             token_ids: [num_reqs] or [num_reqs, T] int, the tokens to feed.
-            positions: of the same shape, int64, consecutive within a request; keys and values are written there, and
-                overwritten by verification.
+            positions: int64 positions of these tokens, of the same shape, consecutive within a request. The call writes
+                keys and values there, and verification overwrites them.
             normed: whether to apply the target's final norm.
         """
 
     def embeddings(self, token_ids: Any) -> Any:
-        """Inputs of the first layer, [..., hidden_size], for token ids [...]."""
+        """Returns inputs of the first layer, [..., hidden_size], for token ids [...]."""
 
     def hidden_states_of(
         self, first_layer: int, end_layer: int, states: Any, positions: Any, normed: bool = True
@@ -54,20 +55,20 @@ class PagedForward(Protocol):
         """Like `hidden_states`, for layers [first_layer, end_layer) with inputs `states` [..., hidden_size]."""
 
     def logits(self, hidden_states: Any) -> Any:
-        """Logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
+        """Returns logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
 
     def argmax(self, hidden_states: Any) -> Any:
-        """Token ids [N] of the largest logits; tensor parallelism does not gather the logits for it."""
+        """Returns token ids [N] of the largest logits; with tensor parallelism it does not gather the logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """The sizes that a trained part must match; they are known before an engine loads weights."""
+    """The sizes that a trained part must match. They are known before an engine loads weights."""
 
     num_layers: int
     hidden_size: int
     vocab_size: int
-    num_draft: int  # tokens in a row, at most
+    num_draft: int  # the longest draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Training data of a step: N positions with accepted tokens, and the tokens that were emitted after them.
+    """The training data of a step: N positions with accepted tokens, and the tokens that the target emitted after them.
 
     Args:
-        request_ids, options, temperatures: of the requests that emitted tokens.
+        request_ids, options, temperatures: those of the requests that emitted tokens.
         counts: positions of each request.
         positions: [N] positions within the request, consecutive.
         token_ids: [N] int32 at these positions.

@@ -1,8 +1,8 @@
-"""The probability that each draft token is accepted, given that the tokens before it are.
+"""Estimates the probability that each draft token is accepted, given that the tokens before it are accepted.
 
     p = (accepted + w * prior) / (tried + w),    prior = shared_accepted / shared_tried
 
-Far more often than a constant rate predicts, a draft is either right as a whole or wrong from its first token: when a
+Far more often than a constant rate predicts, a draft is accepted as a whole or rejected at its first token: when a
 match of 3 tokens predicts the next token correctly, it becomes a match of 4. The model therefore counts tokens by
 request, stage and bin, and the bin rises along a draft. A request's counts fade by DECAY with each draft of the request
 that has such tokens; the shared counts, of all requests, fade by SHARED_DECAY with each step. A step adds at most
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from ..implementations import module_of
 
-DECAY = 0.8  # per draft: a request forgets half after three drafts, since its text changes
+DECAY = 0.8  # decay per draft: three drafts halve a request's counts, since its text changes
 SHARED_DECAY = 0.99  # per step
-MAX_STEP_TOKENS = 8.0  # tokens that one step adds to a shared bin
+MAX_STEP_TOKENS = 8.0  # most tokens that one step adds to a shared bin
 PRIOR_WEIGHT = 8.0  # w, in tokens
-HOST_PRIOR_WEIGHT = 4.0  # w on the host, where the gate chooses for each request alone and has to stop sooner
+HOST_PRIOR_WEIGHT = 4.0  # w on the host, where the gate chooses for single requests and must stop earlier
 # The longest match of each bin but the last one, in tokens. A drafter's probability p is in the bin of a match of n
-# tokens with 1 - p = 1 / n^2. A bin's first prior weighs w tokens: a match of 2 tokens is right every other time, one
-# of 32 nearly always.
+# tokens with 1 - p = 1 / n^2. A bin's first prior has the weight of w tokens: a match of 2 tokens is accepted half of
+# the time, and one of 32 tokens nearly always.
 BIN_ENDS = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0
 FIRST_PRIORS = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99
 NUM_BINS = len(FIRST_PRIORS)
@@ -32,7 +32,8 @@ class State(NamedTuple):
     """Counts, and the newest drafts; float64 unless noted.
 
     Args:
-        tried, accepted: [S, M, B] decaying counts of each request's tokens; the shared ones are [M, B] of all requests.
+        tried, accepted: [S, M, B] decaying counts of each request's tokens; the shared counts of all requests are [M,
+            B].
         num_sent: [S] int32, tokens of the newest draft.
         sent_stage, sent_confidence: [S, K] int32 and float64, of its tokens.
     """
@@ -67,8 +68,8 @@ class Other(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """The expected number of accepted tokens of a draft, [R] float64; the number of tokens to send for the largest
-    expected number of accepted tokens, [R] int32."""
+    """The expected number of accepted tokens of a draft, [R] float64; and the number of its tokens to send that
+    maximises this expectation, [R] int32."""
 
     gain: Any
     num_kept: Any
@@ -76,7 +77,7 @@ class Worth(NamedTuple):
 
 def observe(
     state: State,
-    # [R] int64; rows that share a slot have nothing verified
+    # [R] int64; rows that share a slot have verified no token
     slots: Any,
     # [R] int32 each; a row accepted one token less than it sampled, and verified the accepted and the rejected ones
     num_sampled: Any,

@@ -1,5 +1,5 @@
-"""The acceptance model in Triton, one launch for each operation: the arithmetic of reference.py, in float64. `observe`
-runs one program for each stage; no other program touches that stage's counts."""
+"""The acceptance model in Triton, with one launch for each operation and the arithmetic of reference.py, in float64.
+`observe` runs one program for each stage; no other program touches that stage's counts."""
 
 import torch
 import triton
@@ -76,7 +76,8 @@ def _observe_kernel(
 
 @triton.jit
 def _accept_probs(state, slots, drafts, tokens, mask, M: tl.constexpr):
-    """Returns the tokens' stage, confidence and acceptance probability; outside of the mask 0, but confidence 1."""
+    """Returns the tokens' stage, confidence and acceptance probability; outside of the mask 0, except for a confidence
+    of 1."""
     stage = tl.load(drafts.stage + tokens, mask=mask, other=0).to(tl.int32)
     confidence = tl.load(drafts.confidence + tokens, mask=mask, other=1).to(tl.float64)
     cell = stage * _B + _bins(confidence)

@@ -1,5 +1,5 @@
-"""The acceptance model in loops that Numba compiles, over a State of NumPy arrays: the numbers of reference.py. The
-loops also count the stages' tokens, as kernels/steps does on the device, since they visit each token of a step."""
+"""The acceptance model in loops that Numba compiles, over a State of NumPy arrays, with the results of reference.py.
+The loops also count the stages' tokens, as kernels/steps does on the device, since they visit each token of a step."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def observe(
     extended: Any,  # [M, 2], of parts that were accepted: their fading number, and that of accepted tokens after them
     by_place: Any,  # [M, KINDS, K], counts
 ) -> None:
-    """Counts the outcome of the newest drafts, and forgets the drafts."""
+    """Counts the outcome of the newest drafts, and drops the drafts."""
     shape = state.shared_tried.shape
     tried, accepted, all_tried, all_accepted = np.zeros((4, *shape))
     for index in range(len(rows)):

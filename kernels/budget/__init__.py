@@ -1,8 +1,8 @@
 """Distributes a step's budget of draft tokens: a step verifies the tokens that are likeliest to be accepted. As in
 vLLM's adaptive verification, a token's score is the product of the acceptance probabilities of its draft up to that
 token. The score never rises along a draft, so a prefix of each draft is admitted. Of equal scores the earlier row wins,
-so all ranks of a group admit the same tokens. Nothing waits for the device. R: rows of the batch, S: slots of requests,
-K: max draft tokens."""
+so all ranks of a group admit the same tokens. No operation waits for the device. R: rows of the batch, S: slots of
+requests, K: max draft tokens."""
 
 from typing import Any, NamedTuple
 

@@ -64,7 +64,7 @@ def _share_kernel(
 
 
 def tiles(num_slots: int) -> list[int]:
-    """The numbers of rows for which the kernel is compiled.
+    """Returns the numbers of rows for which the kernel is compiled.
 
     >>> tiles(1), tiles(100)
     ([2], [32, 128])

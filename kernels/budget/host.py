@@ -1,4 +1,4 @@
-"""The shared budget in loops that Numba compiles, for budgets that are played: the choice of reference.py."""
+"""The shared budget in loops that Numba compiles, for simulated budgets, with the choice of reference.py."""
 
 from typing import Any
 

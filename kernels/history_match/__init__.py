@@ -1,8 +1,9 @@
 """Prompt lookup for a batch: finds the longest match of each request's newest tokens in its text or reference, and
 copies the tokens after it. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). Of equally long
 matches, the one nearest to the copy position wins. The copy position moves on as if the target had replaced the
-rejected tokens one by one since the last match. Its distance to the text's end is the only state between steps. Nothing
-waits, so a CUDA graph can record it. R: rows of the batch, S: slots of requests, L: longest text, K: max_num_draft."""
+rejected tokens one by one since the last match. Its distance to the text's end is the only state between steps. No
+operation waits, so a CUDA graph can record it. R: rows of the batch, S: slots of requests, L: longest text, K:
+max_num_draft."""
 
 from typing import Any, NamedTuple
 

@@ -1,7 +1,7 @@
-"""Verification of draft tokens: modified rejection sampling over ragged batches, with all sampling parameters.
-Penalties and other edits of the logits come first (adjust/). Leviathan et al. 2023, "Fast Inference from Transformers
-via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling".
-num_logits: rows of all requests, num_states: rows of the per-request arrays."""
+"""Verifies draft tokens: modified rejection sampling over ragged batches, with all sampling parameters. Penalties and
+other edits of the logits come first (adjust/). Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling". num_logits: rows of
+all requests, num_states: rows of the per-request arrays."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,9 +50,9 @@ def rejection_sample(
     target_logits: Any,
     # [num_reqs + 1] int32: request r has the rows cu_num_logits[r] to cu_num_logits[r + 1], maybe none
     cu_num_logits: Any,
-    # [num_logits] integer: the token fed at each row; a request's first is ignored, -1 is always rejected
+    # [num_logits] integer: the token that each row reads; a request's first is ignored, -1 is always rejected
     draft_token_ids: Any,
-    # [num_logits] int64: the position of the token that the row predicts, one after the fed token
+    # [num_logits] int64: the position of the token that the row predicts, after the token that it reads
     positions: Any,
     # [num_reqs] integer: the request's row in the arrays of `sampling` and in draft_logits
     idx_mapping: Any,

@@ -17,8 +17,8 @@ def sample_step(
     implementation: str | None = None,
     operation: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the emitted tokens and the number of rejected drafts. In the middle of its prompt a request
-    has neither; at the end of its prompt it has no drafts yet, so their placeholders are rejected.
+    """Returns the emitted tokens and the number of rejected drafts. Within its prompt a request has neither; at the end
+    of its prompt it has no drafts yet, so their placeholders are rejected.
 
     Args:
         layout: `draft_token_ids` and `positions` [num_tokens] of all fed tokens, `logits_indices` [num_logits] of the

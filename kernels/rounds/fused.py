@@ -1,5 +1,5 @@
-"""Rounds in Triton: a program tries the siblings of a node. After each rejection it leaves r in place of p, and q
-without the sibling, not normalised, with their sums."""
+"""Rounds in Triton: a program tries the siblings of a node. After each rejection it replaces p by r, and removes the
+sibling from q, without normalising; it keeps both sums."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Siblings in PyTorch: how they are drafted, and the target's tokens after the nodes of a tree."""
+"""Drafts siblings in PyTorch, and computes the target's tokens after the nodes of a tree."""
 
 import torch
 from torch.nn.functional import pad

@@ -1,6 +1,6 @@
-"""The per-row work of a step other than drafting, in one launch per operation. Nothing here waits, so a CUDA graph can
-record it. R: rows of the batch or of a graph, S: slots of requests, K: max tokens of a draft, M: stages, two of them. A
-padding row has slot S, which belongs to no request, and has sampled nothing."""
+"""Runs the per-row work of a step other than drafting, in one launch per operation. No operation waits, so a CUDA graph
+can record it. R: rows of the batch or of a graph, S: slots of requests, K: max tokens of a draft, M: stages, two of
+them. A padding row has slot S, which belongs to no request, and has sampled nothing."""
 
 from typing import Any, NamedTuple
 
@@ -56,8 +56,8 @@ class Staged(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Slots of the rows [R] int64 (arbitrary for padding); the number of tokens that each row drafts, [R] int32, 0 in
-    the middle of a prompt; and the number for each stage of a cascade, 0 if a request does not allow the stage."""
+    """Slots of the rows [R] int64 (arbitrary for padding); the number of tokens that each row drafts, [R] int32, 0
+    within a prompt; and the number for each stage of a cascade, 0 if a request does not allow the stage."""
 
     slots: Any
     num_tokens: Any

@@ -125,7 +125,7 @@ def test_refused_targets(tmp_path: Path, config: Any, kind: str | None, monkeypa
     platform = type("Other", (), {"is_cpu": lambda self: False})()
     monkeypatch.setattr(spec_config, "current_platform", platform)
     if kind:
-        with pytest.raises(ConfigError, match=rf"^prompt_lookup: model must not have states of kind {kind},.*\.$"):
+        with pytest.raises(ConfigError, match=rf"^prompt_lookup: model must have no states of kind {kind},.*\.$"):
             engine_config(PROMPT_LOOKUP, **arguments)
         return
     with pytest.raises(ConfigError, match=r"^early_exit: model must be a text-only decoder .*hybrid.*\.$"):

@@ -167,7 +167,7 @@ def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: py
     labels = 'engine="0",method="prompt_lookup",model_name="demo",stage="0 prompt_lookup"'
     assert f"vllm:specplugins_num_accepted_tokens_total{{{labels}}} 6.0" in text
     shown_on(address, vllm_config)({key("num_accepted_tokens", "0 prompt_lookup"): 3})
-    assert f"cannot listen on 127.0.0.1:{port}" in caplog.text
+    assert f"cannot export metrics on 127.0.0.1:{port}" in caplog.text
     for host in ("0.0.0.0", "[::1]", "localhost"):
         monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", f"{host}:{port}")
         assert str(address_of(vllm_config)) == f"{host}:{port}"

@@ -155,13 +155,13 @@ def test_refused(tmp_path: Path) -> None:
     if RUNNER == "v2":
         with pytest.raises(ConfigError, match=r"^jump: remove learn: it is untested with tree"):
             engine_config({**config, "tree": 4})
-    with pytest.raises(ConfigError, match=r"^jump: learn must be false where tensor_parallel_size is 2, not true\.$"):
+    with pytest.raises(ConfigError, match=r"^jump: learn must be false with tensor_parallel_size 2, not true\.$"):
         engine_config(config, tensor_parallel_size=2)
     exit_head = learning(tmp_path / "exit", "early_exit")
     with pytest.raises(ConfigError, match=r"^early_exit: learn must be false without exit_head, not true"):
         engine_config({**exit_head, "exit_head": None})
-    with pytest.raises(ConfigError, match=r"^cascade: learn must be false of an exit in a cascade, not true\.$"):
+    with pytest.raises(ConfigError, match=r"^cascade: learn must be false for early_exit in a cascade, not true\.$"):
         engine_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, exit_head]})
     layers = {**write_head(tmp_path / "layers", 1, NUM_LAYERS, 0.0), "learn": True}
-    with pytest.raises(ConfigError, match=r"^jump: learn must be false for a head with which layers run, not true: "):
+    with pytest.raises(ConfigError, match=r"^jump: learn must be false for a head that runs layers, not true: "):
         engine_config(layers)

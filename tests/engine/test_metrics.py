@@ -155,4 +155,4 @@ def test_registered_names_in_an_error(caplog: pytest.LogCaptureFixture) -> None:
     assert asked("repeat") == {"method": "repeat"}
     with caplog.at_level("ERROR", "vllm.specplugins"):
         assert asked("eagle") is None
-    assert "the method 'eagle' that the package 'specplugins-example' registers is refused" in caplog.text
+    assert "the method 'eagle' of the package 'specplugins-example' is refused" in caplog.text

@@ -319,12 +319,12 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A failing probe: one sentence, and vLLM goes on without us; bad input is still refused."""
-    problem = "vllm/x.py: Y is missing; supported is vLLM >=0.32"
+    problem = "vllm/x.py: Y is missing; the plugin supports vLLM >=0.32"
     monkeypatch.setattr(compat, "probe_installed", lambda runner=None: (problem,))
     with caplog.at_level(logging.ERROR, "vllm.specplugins"):
         assert engine_config(PROMPT_LOOKUP).speculative_config is None
     assert [record.message for record in caplog.records] == [
-        "vllm-specplugins does not support this vLLM (vllm/x.py: Y is missing; supported is vLLM >=0.32); "
+        "vllm-specplugins does not support this vLLM (vllm/x.py: Y is missing; the plugin supports vLLM >=0.32); "
         "the server runs without speculative decoding."
     ]
     with pytest.raises(ConfigError):

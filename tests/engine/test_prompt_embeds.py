@@ -21,7 +21,7 @@ class Recorder:
 
     shown: ClassVar[list[list[int]]] = []
     facts: ClassVar[set[Any]] = set()  # tenants and lengths of prompts
-    ended: ClassVar[list[list[int]]] = []
+    ended: ClassVar[list[tuple[list[int], bytes]]] = []
 
     def __init__(self, options: Any, context: Any): ...
 
@@ -32,8 +32,8 @@ class Recorder:
 
     def observe(self, feedback: Feedback) -> None: ...
 
-    def finish(self, request_id: str, token_ids: Any) -> None:
-        Recorder.ended.append(token_ids.tolist())
+    def finish(self, request_id: str, token_ids: Any, tenant: bytes) -> None:
+        Recorder.ended.append((token_ids.tolist(), tenant))
 
     def forget(self, request_ids: Any) -> None: ...
 
@@ -85,5 +85,6 @@ def test_nobody_is_shown_another_tenants_text(engine: Any) -> None:
 
     shown = the_engines.Recorder.shown
     told = the_engines.Recorder
-    assert told.facts == {(tenant_of("a"), len(first))} and told.ended[0] == [*first, *outputs["custom"][0]]
+    assert told.facts == {(tenant_of("a"), len(first))}
+    assert told.ended[0] == ([*first, *outputs["custom"][0]], tenant_of("a"))
     assert len(shown) >= 2 * (NUM_TOKENS - 1) and all(history[: len(first)] == first for history in shown)

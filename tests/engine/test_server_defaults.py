@@ -96,8 +96,11 @@ def test_default_length(
         assert fitting({"method": "prompt_lookup"}, gib, monkeypatch, **sizes) == length
     assert len(caplog.messages) == (length < 31)
     for sentence in caplog.messages if not sizes else ():
-        assert f"num_speculative_tokens is {length} here instead of 31: with max_num_seqs 1024" in sentence
-        assert "0.49 GiB on the device and 0.49 GiB on the host, more than 1% of the device's memory" in sentence
+        assert (
+            f"num_speculative_tokens defaults to {length} instead of 31 on this server: for max_num_seqs 1024"
+            in sentence
+        )
+        assert "0.49 GiB on the device and on the host, more than 1% of the device's memory" in sentence
 
 
 def test_stages_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:

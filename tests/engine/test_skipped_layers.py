@@ -205,6 +205,6 @@ def test_refused_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^early_exit: pipeline_parallel_size must be 1.*, not 2[.:]"):
         engine_config(skipping(OTHERS), **llama, pipeline_parallel_size=2)
     monkeypatch.setattr(f"{admission}.may_skip", lambda module: False)
-    with pytest.raises(ConfigError, match=r"^early_exit: layers must be left out for this model.* LlamaForCausalLM\.$"):
+    with pytest.raises(ConfigError, match=r"^early_exit: remove layers: the model must be one .* LlamaForCausalLM\.$"):
         engine_config(skipping(OTHERS), **llama)
     engine_config(skipping([0, 1]), **llama)  # the first layers

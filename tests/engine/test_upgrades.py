@@ -47,8 +47,10 @@ def test_a_name_is_missing(without_a_name: upgraded.Started, expected: Any) -> N
     the runner that runs is not looked at."""
     refused, log = without_a_name.result["refused"], without_a_name.log  # type: ignore[index]
     assert refused.startswith("ConfigError: vllm-specplugins does not support this vLLM (vllm/")
-    assert "is missing; supported is vLLM" in refused and refused.endswith("VLLM_SPECPLUGINS_ON_ERROR is refuse.")
-    words = "; the server runs without speculative decoding.", "is missing; supported is vLLM"
+    assert "is missing; the plugin supports vLLM" in refused and refused.endswith(
+        "VLLM_SPECPLUGINS_ON_ERROR is refuse."
+    )
+    words = "; the server runs without speculative decoding.", "is missing; the plugin supports vLLM"
     assert [log.count(each) for each in words] == [1, 1]
 
 
@@ -70,7 +72,7 @@ def test_a_runner_of_another_class(tmp_path: Path, expected: Any) -> None:
     found = start(upgraded.upgraded(tmp_path, upgraded.another_runner(RUNNER)))
     assert found.result, found.log[-3000:]
     assert found.result["outputs"] == expected and found.result["drafted"] == 0
-    words = {"v1": "does not know vLLM's model runner CPUModelRunner", "v2": "cannot build vLLM's model runner ("}
+    words = {"v1": "does not support vLLM's model runner CPUModelRunner", "v2": "cannot build vLLM's model runner ("}
     assert found.log.count(words[RUNNER]) == found.log.count("; the server runs without speculative decoding.") == 1
 
 
@@ -119,7 +121,9 @@ def test_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert untested == ["0.31.2", None, None, "0.34.0rc1", "dev", "unknown"]
     assert not fallback.refuses() and compat.untested_version() == "0.34.0"
     monkeypatch.setenv("VLLM_SPECPLUGINS_ON_ERROR", "refuse")
-    with pytest.raises(ConfigError, match=r"not tested with vLLM 0\.34\.0, .*, because VLLM_SPECPLUGINS_ON_ERROR "):
+    with pytest.raises(
+        ConfigError, match=r"was tested with vLLM .*, not 0\.34\.0; .*, because VLLM_SPECPLUGINS_ON_ERROR "
+    ):
         plugin._engine_config(lambda *_: None, arguments(LOOKUP))
     monkeypatch.setenv("VLLM_SPECPLUGINS_ON_ERROR", "stop")
     with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_ON_ERROR must be serve or refuse, not 'stop'"):

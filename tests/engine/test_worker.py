@@ -112,6 +112,6 @@ def test_another_runner_is_refused(is_built: bool, monkeypatch: pytest.MonkeyPat
     made.use_v2_model_runner, made.vllm_config, made.model_runner = False, None, object()  # type: ignore[assignment]
     if is_built:
         monkeypatch.setattr(Base, "init_device", lambda self: None, raising=False)
-    problem = "does not know vLLM's model runner object" if is_built else "cannot build vLLM's model runner ("
+    problem = "does not support vLLM's model runner object" if is_built else "cannot build vLLM's model runner ("
     with pytest.raises(ConfigError, match=re.escape(f"vllm-specplugins {problem}")):
         made.init_device()

@@ -32,8 +32,8 @@ class Learns:
 
     def observe(self, feedback: Feedback) -> None: ...
 
-    def finish(self, request_id: str, token_ids: Any) -> None:
-        self.told.append((request_id, token_ids.tolist()))
+    def finish(self, request_id: str, token_ids: Any, tenant: bytes) -> None:
+        self.told.append((request_id, token_ids.tolist(), tenant))
         if self.fails:
             raise RuntimeError("planted")
 
@@ -42,7 +42,8 @@ class Learns:
 
 
 def batch(*names: str) -> DraftBatch:
-    return DraftBatch(list(names), TEXTS[: len(names)], np.ones(len(names), np.int32), [{}] * len(names))
+    options = [{"tenant": b"x"} if name == "a" else {} for name in names]
+    return DraftBatch(list(names), TEXTS[: len(names)], np.ones(len(names), np.int32), options)
 
 
 def test_tenants_and_prompts() -> None:
@@ -59,13 +60,13 @@ def test_tenants_and_prompts() -> None:
 
 @pytest.mark.parametrize("gate", ["auto", "off"])
 def test_a_learner_sees_each_text_whole(gate: str) -> None:
-    """Also where the gate no longer asks the class. Kills: an end that the cascade keeps to itself, that comes after
-    `forget`, or that is as long as what the class last saw."""
+    """The gate may no longer ask the class. Fails if the cascade does not pass on an end, or if an end comes after
+    `forget`, has only the tokens that the class last saw, or has another tenant."""
     stages = [{"method": "custom", "proposer": "test_ends:Learns"}]
     config = parse_config({"method": "cascade", "stages": stages, "gate": gate})
     proposer: Any = build_proposer(config, ProposerContext(100, 128, 4, 2, tokenize=lambda text: []))
     barrier = FaultBarrier(proposer, 100, 2, None)
-    recorded = SimpleNamespace(histories=TEXTS, prompt_lengths=[3] * 4, options=[{}] * 4)
+    recorded = SimpleNamespace(histories=TEXTS, prompt_lengths=[3] * 4, options=[{"tenant": b"x"}, {}, {}, {}])
     player = Player(recorded, 2, 128, barrier)
     running = [0, 1, 2, 3]
     while running:
@@ -74,8 +75,9 @@ def test_a_learner_sees_each_text_whole(gate: str) -> None:
         running = [number for number in running if not player.has_ended(number)]
     barrier.settle()
     learner = proposer._stages[0].proposer
-    ends = [told for told in learner.told if isinstance(told[1], list)]
-    assert ends == [(f"request-{number}", TEXTS[number].tolist()) for number in range(4)]
+    ends = [told for told in learner.told if len(told) == 3 and isinstance(told[1], list)]
+    tenants = [b"x", b"", b"", b""]
+    assert ends == [(f"request-{number}", TEXTS[number].tolist(), tenants[number]) for number in range(4)]
     forgotten = next(at for at, told in enumerate(learner.told) if told not in ends and "request-0" in told)
     assert learner.told.index(ends[0]) < forgotten
     assert set(learner.prompt_lengths) == {3}
@@ -88,7 +90,7 @@ def test_ends_are_bounded_and_told_once() -> None:
     guard = Guard(learner, "it", Counters())
     guard.call(batch("a", "b"), lambda: None)
     guard.forget(["a", "never seen"], {"a": TEXTS[0], "never seen": TEXTS[1]})
-    assert guard.call(batch("b"), lambda: 1) is None and learner.told == [("a", TEXTS[0].tolist())]
+    assert guard.call(batch("b"), lambda: 1) is None and learner.told == [("a", TEXTS[0].tolist(), b"x")]
     assert guard.call(batch("b"), lambda: 1) == 1 and learner.told[1:] == [("a",)], "once, and then forgotten"
     names = [f"{number}" for number in range(2 * MAX_ENDS)]
     guard._known.update(names)

@@ -155,7 +155,10 @@ def test_play_on_a_cycle() -> None:
     ("fields", "words"),
     [
         ({"window": 16, "ngram": 8}, "lookahead: (ngram - 1) * (window + guesses) - 1 must be at most 63, not 146."),
-        ({"num_speculative_tokens": 5}, "lookahead: num_speculative_tokens must be 29, lookahead's, or left out"),
+        (
+            {"num_speculative_tokens": 5},
+            "lookahead: num_speculative_tokens must be 29, the nodes of lookahead, or left out",
+        ),
     ],
 )
 def test_refusals(fields: dict[str, Any], words: str) -> None:

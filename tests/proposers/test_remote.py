@@ -287,9 +287,9 @@ def test_hostile(
     good, drafter.answer = knows_text(CODE, 3) if by_text else drafter.answer, lambda question: answer
     lengths = iter(range(20, 300))
     wait_for(lambda: drafted(own, history[: next(lengths)]) == [] and own.counts["failed"] > 0)
-    assert caplog.text.count("no drafts, because") == 1 and {question["path"] for question in drafter.questions} == {
-        "/v1/completions"
-    }
+    assert caplog.text.count("remote drafts nothing, because") == 1 and {
+        question["path"] for question in drafter.questions
+    } == {"/v1/completions"}
     num_asked = len(drafter.questions)
     for _ in range(50):
         assert drafted(own, history[: next(lengths)]) == []
@@ -329,7 +329,7 @@ def test_a_question_that_is_refused(
         wanted = TEXT[20 + number : 25 + number].tolist()  # an answer arrives in pieces
         wait_for(lambda: until(own, TEXT[: 20 + number]) == wanted)  # noqa: B023
     assert [question["prompt"][0] for question in drafter.questions].count(7) == 3
-    assert caplog.text.count("refused a request") == 1 and "no drafts, because http" not in caplog.text
+    assert caplog.text.count("refused a request") == 1 and "remote drafts nothing" not in caplog.text
 
 
 def test_more_text_than_asked_for(drafter: Drafter, make: Callable[..., Remote]) -> None:
@@ -497,7 +497,7 @@ def test_server_away(drafter: Drafter, make: Callable[..., Remote], caplog: pyte
         drafted(own, TEXT[:length])
         time.sleep(0.02)
     wait_for(lambda: drafted(own, TEXT[:41]) == [] and own.counts["failed"] > 0)
-    assert caplog.text.count("no drafts, because") == 1
+    assert caplog.text.count("remote drafts nothing, because") == 1
 
 
 def test_key(

@@ -135,7 +135,7 @@ def test_engines_take_turns(run: Run, engines: Any) -> None:
 
 # Settings of the engines, options, exit status, and parts of what is printed.
 VERDICTS: dict[str, tuple[dict[str, Any], list[str], int, list[str]]] = {
-    "another output": ({"lie": True}, [], 1, ["Speculation changed an output", "0/8"]),
+    "another output": ({"lie": True}, [], 1, ["Error: speculation changed an output", "0/8"]),
     "another sample": ({"lie": True}, ["--temperature", "0.8"], 0, ["not compared"]),
     "rounding": ({"lie": True, "dtype": "bfloat16"}, [], 0, ["Outputs in bfloat16 may differ"]),
     "two that are as fast": ({}, ["--methods", "ngram,prompt_lookup"], 0, [
@@ -149,11 +149,11 @@ VERDICTS: dict[str, tuple[dict[str, Any], list[str], int, list[str]]] = {
         ["Serve with prompt_lookup: 1.45x (1.45-1.45). --spec"],
     ),
     "as slow as without": ({"noise": {"prompt_lookup": {3: 1.8, 5: 1.7}}}, [], 0, [
-        "No advice: the interval of the best method, 0.", "holds 1; more rounds narrow it",
+        "No advice: the interval of the best method, 0.", "includes 1; more rounds narrow it",
     ]),
     "slower": ({"noise": {"prompt_lookup": {2: 1.6, 3: 1.65, 4: 1.6, 5: 1.65}}}, [], 0, ["Serve without speculation"]),
-    "few rounds": ({}, ["--rounds", "2", "--num-prompts", "4"], 0, ["No advice: it takes 3 rounds, not 2."]),
-    "few requests": ({}, ["--rounds", "3"], 0, ["No advice: it takes 8 requests of each workload, not 6."]),
+    "few rounds": ({}, ["--rounds", "2", "--num-prompts", "4"], 0, ["No advice: advice needs 3 rounds, not 2."]),
+    "few requests": ({}, ["--rounds", "3"], 0, ["No advice: advice needs 8 requests of each workload, not 6."]),
 }  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_rounds_are_strangers(run: Run, engines: Any) -> None:
     rounds = engines.asked["prompt_lookup"]
     prompts = [tuple(prompt) for traffic in rounds for prompt in traffic.prompts]
     assert status == 0 and len(set(prompts)) == len(prompts) == 10 and len({traffic.salt for traffic in rounds}) == 5
-    assert "an engine keeps its estimates" in output.lower() and engines.asked["none"] == rounds
+    assert "engines keep their estimates" in output.lower() and engines.asked["none"] == rounds
 
 
 def test_all_cells(run: Run, prompts_file: Path, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ REFUSED = {
     "--model ./nowhere": "a folder with a config.json, not './nowhere'",
     "--max-concurrency 1,none": "--max-concurrency: must be an integer from 1 to 4096, not 'none'",
     "--temperature -1": "--temperature: must be numbers from 0 to 10, not '-1'",
-    "--output-len 500": "--output-len must be at most 480 after these prompts, not 500",
+    "--output-len 500": "--output-len must be at most 480 with these prompts, not 500",
     "--output-json nowhere/a": "--output-json must be a file in an existing folder, not nowhere/a",
     "--engine-args []": "--engine-args: must be a JSON object, not '[]'",
 }

@@ -1,6 +1,6 @@
 """`check`: good proposers pass the recorded engine, and each kind of bad one is told what it did."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from vllm_specplugins.device import DeviceProposer
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.check import NEWCOMER, Trace, check, load
+from vllm_specplugins.tools.replay.data import name_of
 
 
 class Oracle:
@@ -89,6 +90,16 @@ class Faulty(Oracle):
         """Its drafts of a step in which it fails are dropped."""
 
 
+class Ends(Oracle):
+    """Notes the ends of requests."""
+
+    ends: ClassVar[dict[str, int]] = {}
+
+    def finish(self, request_id: str, token_ids: Any, tenant: bytes) -> None:
+        assert tenant == b""
+        Ends.ends[request_id] = len(token_ids)
+
+
 class Nameless:
     def __init__(self, options: Any, context: Any):
         pass
@@ -140,12 +151,19 @@ def test_oracle() -> None:
         assert 0 <= found.request_steps + found.accepted_tokens - said <= 2 * len(trace.histories)
 
 
+def test_ends() -> None:
+    """Fails if `check` never calls `finish`, so that it approves a class that raises there, or calls it too early."""
+    violations, _ = checked("Ends")
+    lengths = [len(history) for history in load().histories]
+    assert violations == [] and Ends.ends == {name_of(number): length for number, length in enumerate(lengths)}
+
+
 FAULTS = {
     "raises": ("It raised an exception in 3 steps.", "RuntimeError: planted"),
     "writes": ("It raised an exception in 3 steps.", "ValueError: assignment destination is read-only"),
     "writes through": (f"{HERE}:Faulty wrote to batch.token_ids in ", ""),
     "too long": ("It returned an invalid draft in 3 steps.", "num_draft is not between 0 and max_num_draft"),
-    "blames": ("It raised an exception at the options of a request in ", "its text"),
+    "blames": ("It raised an exception for the options of a request in ", "its text"),
     "keeps": ("Its kept still holds 16 of 16 requests that ended.", ""),
 }
 
@@ -223,7 +241,7 @@ def test_tokenizer(refused: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_command(capsys: pytest.CaptureFixture[str], refused: Any) -> None:
     """Exit codes, and one sentence each."""
     assert main(["check", f"{HERE}:Oracle"]) == 0
-    assert "Nothing is violated." in capsys.readouterr().out
+    assert "No rule is violated." in capsys.readouterr().out
     assert main(["check", f"{HERE}:Faulty", "--options", '{"fault":"raises"}']) == 1
     printed = capsys.readouterr().out
     assert "violated: It raised an exception in 3 steps" in printed

@@ -56,6 +56,9 @@ def test_collect(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refu
     assert '"vllm-specplugins"' in parts["doctor.json"] and "suffix_lookup" in parts["doctor.json"]
     assert "SECRET" not in "".join(parts.values()) and "VLLM_API_KEY=(hidden)" in parts["environment.txt"]
     assert "--out must be a new file" in refused(*arguments)
+    missing = ["collect", "--url", url, "--log", str(tmp_path / "none"), "--out", str(tmp_path / "other.zip")]
+    assert f"--log must be a readable file, not {tmp_path / 'none'} (No such file or directory)." in refused(*missing)
+    assert not (tmp_path / "other.zip").exists()
 
 
 def test_server_that_is_down(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_refused_with_a_model() -> None:
     arguments = ("--model", str(DEMO_MODEL), "--speculative-config", config)
     status, report, error = doctor(*arguments, VLLM_SPECPLUGINS_DISABLE="1")
     assert (status, error, report["served"]) == (1, "", False)
-    assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE switches it off: vLLM would serve without speculation"
+    assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE is set: vLLM would serve without speculation"
     assert json.loads(report["ready"]) == {"method": "prompt_lookup"}, "a ready value is one that is allowed"
 
 

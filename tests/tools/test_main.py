@@ -118,7 +118,7 @@ def test_another_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
     monkeypatch.setattr(__main__, "import_module", moved)
     assert main(CALIBRATE) == 2
-    assert capsys.readouterr().err.endswith("calibrate cannot go on (cannot import name 'LLM' from 'vllm').\n")
+    assert capsys.readouterr().err.endswith("calibrate stopped (cannot import name 'LLM' from 'vllm').\n")
 
 
 def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     monkeypatch.setattr(__main__, "import_module", lambda name: SimpleNamespace(run=run))
     assert main(CALIBRATE) == 2
     assert capsys.readouterr().err == (
-        "vllm-specplugins calibrate: error: calibrate cannot go on (No space left on device).\n"
+        "vllm-specplugins calibrate: error: calibrate stopped (No space left on device).\n"
     )
 
 

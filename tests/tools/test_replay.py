@@ -263,7 +263,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["replay", "--dataset-path", "-", "--tokenizer", str(DEMO_MODEL), *arguments]) == 0
     printed, found = capsys.readouterr().out, json.loads(out.read_text())
     assert "1 at a time" in printed and "2 at a time" in printed and "Predicted: prompt_lookup" in printed
-    assert "3 requests say little of others" in printed and "The largest K tried is the best" in printed
+    assert "3 requests say little about other traffic" in printed and "The largest K tried is the best" in printed
     assert max(len(line) for line in printed.splitlines() if not line.startswith("--")) <= 100
     by_key = {(row["batch"], row["method"], row["policy"], row["num_draft"]): row for row in found["rows"]}
     expected = {(b, "prompt_lookup", p, k) for b in (1, 2) for p in ("always", "gated") for k in (2, 6)}
@@ -295,9 +295,21 @@ def test_what_is_compared() -> None:
     assert not any(found.is_late for found in candidates(["suffix_lookup"], [4], "v1"))
     assert not any(found.lengths for found in [*on_v1, *candidates([json.dumps(custom)], [4])])
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
-    for name in ("early_exit", "ngram"):
-        with pytest.raises(ConfigError, match="must be proposers that read only token ids"):
+    for name in ("early_exit", "ngram", "ngram:5"):
+        with pytest.raises(ConfigError, match=rf"--methods must be prompt_lookup, .*, or JSON, not '{name}'"):
             candidates([name], [4])
+        with pytest.raises(ConfigError, match="must be proposers that read only token ids"):
+            candidates([json.dumps({"method": name.partition(":")[0], "exit_layer": 1})], [4])
+
+
+def test_fields_of_the_user() -> None:
+    """Fails if the gate or K of a configuration that the user gives is replaced by others."""
+    mine = {"method": "prompt_lookup", "gate": "off", "num_speculative_tokens": 7}
+    [found] = candidates([json.dumps(mine)], [4, 9])
+    assert found.config == mine and (found.policy, found.num_draft) == ("always", 7)
+    assert [found.key[1:] for found in candidates(["prompt_lookup:3"], [4])] == [("always", 3), ("gated", 3)]
+    auto = {**mine, "gate": "auto"}
+    assert [found.policy for found in candidates([json.dumps(auto)], [4, 9])] == ["gated"]
 
 
 def totals(emitted: int, ms: float) -> Totals:

@@ -284,8 +284,13 @@ def test_commands(
 
 
 def test_verdict() -> None:
-    """Kills: a part that is to be served with, without a word that it will not pay."""
-    cases = (1.5, 1.4, "no better"), (1.0, 1.09, "will not pay"), (1.0, 1.3, "hardly pays"), (1.0, 2.0, "may pay")
+    """Fails if a part that will not pay off is recommended without a warning."""
+    cases = (
+        (1.5, 1.4, "did not improve"),
+        (1.0, 1.09, "too few to pay off"),
+        (1.0, 1.3, "hardly pays off"),
+        (1.0, 2.0, "may pay off"),
+    )
     for before, after, words in cases:
         scores = [Scores([0.1], [0.1], length, {"greedy": length}) for length in (before, after)]
         assert words in Trained(*scores, {"method": "jump"}, 10).verdict

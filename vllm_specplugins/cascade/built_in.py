@@ -1,4 +1,4 @@
-"""A drafter built into vLLM (EAGLE, a draft model, ...), as a stage of a cascade."""
+"""Makes a drafter built into vLLM (EAGLE, a draft model, ...) a stage of a cascade."""
 
 import numpy as np
 
@@ -11,17 +11,17 @@ from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, co
 
 class BuiltIn(StageProposer):
     """Passes on the drafts of the engine's drafter. The engine runs that drafter in every step before the cascade,
-    since the drafter's KV cache has to hold all tokens. Its drafts come with the batch, with acceptance probabilities
-    if it has any."""
+    since the drafter's KV cache must contain all tokens. The batch contains its drafts, and acceptance probabilities if
+    the drafter computes them."""
 
-    share = 1.0  # of its passes after the first one, in this step
+    share = 1.0  # share of the passes after the first one that this step runs
 
     def __init__(self, config: BuiltInConfig, context: ProposerContext):
         self._max_num_draft = context.max_num_draft
-        self._all_ms = self._first_ms = 0.0  # of all passes in a step, and of the first one
+        self._all_ms = self._first_ms = 0.0  # ms of all passes in a step, and of the first pass
 
     def took(self, offer: Offer) -> float:
-        """Records the time of this drafting, in ms, unless a prompt is a part of it."""
+        """Records the time of this drafting, in ms, unless it includes a prompt."""
         if offer.has_prompt:
             pass
         elif self.share == 1:
@@ -32,19 +32,19 @@ class BuiltIn(StageProposer):
 
     @property
     def saved_ms(self) -> float:
-        """The time that a step saves if the stage drafts nothing."""
+        """Returns the time in ms that a step saves if the stage drafts nothing."""
         return max(0.0, self._all_ms - self._first_ms)
 
     @property
     def spared_ms(self) -> float:
-        """The time that this step saved."""
+        """Returns the time in ms that this step saved."""
         return (1 - self.share) * self.saved_ms
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
         """Drafts as Stage.draft does; it continues a prefix only if its draft begins with it."""
         assert batch.offer is not None
         offer = batch.offer.draft
-        num_reqs, num_offered = offer.token_ids.shape  # fewer than K in a step for which the engine wants fewer
+        num_reqs, num_offered = offer.token_ids.shape  # fewer than K if the engine wants fewer in this step
         rest = (0, 0), (0, self._max_num_draft - num_offered)
         confidence = np.full(num_reqs, FIRST_CONFIDENCE)
         if offer.confidence is not None:

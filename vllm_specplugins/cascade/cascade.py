@@ -19,11 +19,11 @@ from vllm_specplugins.structures.drafts import DraftArrays, join, nothing
 
 class Cascade(StageProposer):
     """Several proposers that serve as one. Under the policy `auto` the stages draft in turn. For each request and step
-    the gate chooses how many tokens of the drafts so far to keep, and how many tokens of the next stage to draft after
-    them or in their place. It maximises the sum of acceptance probabilities minus the price (Gate.split_draft). A
-    lookup as the first stage also extends a model's tokens at no cost, since these tokens lengthen its match. Without a
-    gate, the first stage with a draft drafts. Under the policy `verify` each stage checks the tokens of the previous
-    stage (verify.py).
+    the gate chooses the number of tokens to keep of the drafts so far, and the number of tokens that the next stage
+    drafts after them or in their place. It maximises the sum of acceptance probabilities minus the price
+    (Gate.split_draft). A lookup as the first stage also extends a model's tokens at no cost, since these tokens
+    lengthen its match. Without a gate, the cascade takes the draft of the first stage that has one. Under the policy
+    `verify` each stage checks the tokens of the previous stage (verify.py).
     """
 
     def __init__(self, config: SpecConfig, context: ProposerContext, proposers: Sequence[Any]):
@@ -46,7 +46,10 @@ class Cascade(StageProposer):
         self.reads_ends = any(guard.reads_ends for guard in self._guards)
         self._offered = next((stage for stage in self._stages if stage.method.is_offered), None)
         self.offer_guard = self._offered.guard if self._offered else None  # by which the engine drafts
-        self._step_ms, self._num_context = 0.0, 0  # of the last step: its drafting, and tokens of its requests
+        self._step_ms, self._num_context = (
+            0.0,
+            0,
+        )  # of the last step: ms of drafting, and tokens of its requests
         self._model_times: dict[int, tuple[float, int]] = {}  # in the last step: ms and tokens by stage
 
     def propose(self, batch: DraftBatch) -> Draft:
@@ -55,7 +58,7 @@ class Cascade(StageProposer):
             self._begin_step()
         if self._offered is not None:
             if batch.offer is None:
-                self._offered.proposer.share = 1.0  # a step without a pass has spared none
+                self._offered.proposer.share = 1.0  # a step without a pass skipped none
             else:
                 self._offered.counters.ms += self._offered.proposer.took(batch.offer)
         if self._gate is not None:
@@ -98,10 +101,10 @@ class Cascade(StageProposer):
         return drafts.cut(keep)
 
     def _continued(self, source: Source, batch: DraftBatch, drafts: DraftArrays | None, gate: Gate) -> DraftArrays:
-        """Returns the drafts so far, and after them or in their place those of one more source."""
+        """Returns the drafts so far, with the drafts of one more source after them or in their place."""
         rows, allowed, none = self._rows.of(batch.request_ids), _limits(batch), self._nothing(batch)
         is_model, limits, ready = source.method.runs_target, source.limits(batch, allowed), none
-        if not is_model:  # it drafts before the gate chooses, which goes by its confidence
+        if not is_model:  # a lookup drafts before the gate chooses, since the gate uses its confidence
             ready = source.draft(batch, None, limits)
             limits = ready.num_draft
         continues = drafts is not None and is_model and source.proposer.continues_drafts
@@ -127,7 +130,7 @@ class Cascade(StageProposer):
         return drafts
 
     def _extended(self, batch: DraftBatch, drafts: DraftArrays, room: Ints, gate: Gate) -> DraftArrays:
-        """Returns the drafts, and after them as many tokens of a lookup that stands first as pay."""
+        """Returns the drafts, followed by the tokens of a lookup as the first stage that pay off."""
         lookup = self._stages[0]
         if not lookup.method.is_lookup:
             return drafts
@@ -141,16 +144,16 @@ class Cascade(StageProposer):
         return rows
 
     def _begin_step(self) -> None:
-        """Gives each guarded stage, but the one that has run, its time for another step."""
+        """Resets the time budget of each guarded stage, except for the stage that has run."""
         for guard in self._guards:
             if guard is not self.offer_guard:
                 guard.begin_step()
 
     def offer_length(self, batch: DraftBatch, num_accepted: Int32Array) -> int:
-        """Returns how many tokens the engine's drafter drafts in this step, before it runs; at 0 it only reads the
-        step's tokens. The length is 0 while all requests copy: each had a draft at least twice as long as that stage's
-        K, fully accepted, which ended with another stage's token. If the first stage is a lookup, the gate chooses the
-        length by the drafter's expected gain beside the lookup's drafts (Gate.offer_length)."""
+        """Returns the number of tokens that the engine's drafter will draft in this step; at 0 it only reads the step's
+        tokens. The length is 0 while all requests copy: each had a fully accepted draft that was at least twice as long
+        as that stage's K, and that ended with another stage's token. If the first stage is a lookup, the gate chooses
+        the length by the drafter's expected gain over the lookup's drafts (Gate.offer_length)."""
         stage = self._offered
         if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
             return self._context.max_num_draft
@@ -170,7 +173,7 @@ class Cascade(StageProposer):
         return gate.offer_length(rows, drafts, offered.index, limits, offered.max_num_draft, offered.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs each stage that uses the target's layers, with the largest work of a step."""
+        """Runs each stage that uses the target's layers, with the largest possible work of a step."""
         draft: Draft
         *_, draft = (stage.proposer.dummy_run(batch) for stage in self._stages if stage.method.runs_target)
         return draft
@@ -180,15 +183,16 @@ class Cascade(StageProposer):
         self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted)
         step_ms = None if self._gate is None else self._gate.counted_ms(feedback.step_ms, feedback.mixed_ms)
         if self._gate is not None and step_ms is not None:
-            # Where the drafter was skipped, the time that it would have taken is added, or the gate learns steps that
-            # are too cheap.
+            # If the drafter was skipped, the time that it would have taken is added; otherwise the gate learns steps
+            # that are too cheap.
             spared_ms = self._offered.proposer.spared_ms if self._offered else 0.0
             self._add_times(self._gate, feedback, step_ms + spared_ms)
         for guard in self._guards:
             guard.observe(feedback)
 
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
-        """Gives the gate the cost of the last step, on which the ranks agree: their drafts would differ otherwise."""
+        """Gives the gate the cost of the last step. The ranks agree on it, since their drafts would differ
+        otherwise."""
         times = [self._model_times.get(stage.index, (stage.answer_ms, 0)) for stage in self._stages]
         step_ms, drafting_ms, gate.num_context, *model_ms = self._context.agreed(
             [step_ms, self._step_ms, self._num_context, *(ms for ms, _ in times)]
@@ -205,7 +209,7 @@ class Cascade(StageProposer):
         for guard in self._guards:
             guard.forget(request_ids)
 
-    def finish(self, request_id: str, token_ids: Int32Array) -> None:
+    def finish(self, request_id: str, token_ids: Int32Array, tenant: bytes) -> None:
         for guard in self._guards:
             guard.end(request_id, token_ids)
 

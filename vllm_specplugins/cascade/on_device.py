@@ -1,6 +1,6 @@
-"""A lookup together with a model or a drafter of vLLM, on the device and in tensors. Nothing here waits for the device
-or branches on a tensor's values, so a CUDA graph may record it. The host chooses how many steps a model drafts. R:
-requests, K: max tokens of a draft."""
+"""Combines a lookup with a model or a drafter of vLLM, in tensors on the device. No code here waits for the device or
+branches on a tensor's values, so a CUDA graph may record it. The host chooses the number of a model's drafting steps.
+R: requests, K: max tokens of a draft."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -26,11 +26,11 @@ class DeviceBatch(NamedTuple):
 
     Args:
         slots: [R] int64, the requests' slots.
-        num_steps: the tokens that a model drafts for each.
-        longest: upper bound of a text's tokens; None while a graph is recorded, which must fit any text.
-        rates: whether the confidence of tokens is needed.
-        on_logits: gets the logits of a model's steps.
-        max_lookup: [R] int32, max tokens of a draft that ends with those of a lookup; None: nothing continues drafts.
+        num_steps: the number of tokens that a model drafts for each.
+        longest: upper bound of a text's length; None while a graph is recorded, which must handle any text.
+        rates: whether the caller needs the confidence of tokens.
+        on_logits: receives the logits of a model's steps.
+        max_lookup: [R] int32, max tokens of a draft that a lookup continues; None: no lookup continues drafts.
     """
 
     slots: torch.Tensor
@@ -49,8 +49,8 @@ class DeviceSource(Protocol):
 
 
 class DeviceCascade(StageProposer):
-    """The proposer behind the fault barrier for a lookup and a second stage: holds their guards and counters, as
-    Cascade does."""
+    """The proposer that the fault barrier calls for a lookup and a second stage. It has their guards and counters, as
+    Cascade has."""
 
     def __init__(self, configs: Sequence[StageConfig], proposers: Sequence[Any], context: ProposerContext):
         stages = enumerate(zip(configs, proposers, strict=True))
@@ -65,8 +65,8 @@ class DeviceCascade(StageProposer):
 
 
 class DeviceModel:
-    """A model proposer, alone or after a lookup. It continues the lookup's draft if it can read draft tokens, and
-    otherwise drafts where the lookup has no draft. `tracker` rates drafts by their `worth` on request."""
+    """A model proposer, alone or after a lookup. It continues the lookup's draft if it can read draft tokens; otherwise
+    it drafts for requests without a lookup's draft. `tracker` rates drafts by their `worth` on request."""
 
     def __init__(self, proposer: ModelProposer, tracker: Any = None):
         self.proposer, self._tracker = proposer, tracker
@@ -77,7 +77,7 @@ class DeviceModel:
             return self.drafts(batch, 0, limits)
         looked_up, continues = prefix.num_draft, self.proposer.continues_drafts
         if batch.rates:
-            # The split goes by what is known before the model has drawn a token: it must not depend on the draw.
+            # The split uses only what is known before the model draws a token, since it must not depend on the draw.
             other = Other(MODEL, batch.num_steps, continues, limits)
             prefix = prefix.cut(self._tracker.worth(prefix, other, reports=True).num_kept)
         if batch.num_steps == 0:
@@ -89,7 +89,7 @@ class DeviceModel:
         return DraftArrays(*joined, None, steps.logits, (looked_up, num_second))
 
     def drafts(self, batch: DeviceBatch, stage: int, limits: torch.Tensor) -> DraftArrays:
-        """The model's tokens after each row's newest token."""
+        """Returns the model's tokens after each row's newest token."""
         token_ids = limits.new_zeros((len(limits), self.proposer.max_num_draft), dtype=torch.int32)
         drafts = of_stage(stage, token_ids, limits, limits * 0.0 + 1)
         if batch.num_steps == 0:

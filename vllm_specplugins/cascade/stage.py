@@ -1,4 +1,4 @@
-"""A stage of a cascade: a proposer, its guard and its counters."""
+"""Defines a stage of a cascade: a proposer, its guard and its counters."""
 
 import time
 from functools import cached_property
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """A stage, possibly one that checks the drafts of others."""
+    """A stage, which may check the drafts of other stages."""
 
     index: int
     method: Method
@@ -39,7 +39,7 @@ class Source(Protocol):
 class Stage:
     """A proposer of a cascade. Only a lookup and a model continue the drafts of other stages. If every rank of a
     tensor-parallel group drafts, only rank 0 asks a proposer on the host, since faults and times differ between ranks.
-    `gate` decides, on every rank the same, when to ask one that does not pay; None: in every step."""
+    `gate` decides, equally on every rank, when to call a proposer that does not pay off; None: in every step."""
 
     def __init__(
         self, index: int, config: StageConfig, name: str, proposer: Any, context: ProposerContext, gate: "Gate | None"
@@ -49,14 +49,14 @@ class Stage:
         self.max_num_draft = config.num_speculative_tokens or context.max_num_draft
         self.counters = StageCounters()
         is_cheap = self.method.is_lookup or self.method.is_late
-        self.num_spared = 0  # questions that the gate did not ask
-        self._gate, self.answer_ms = None if is_cheap else gate, 0.0  # 0: it was not asked in the last step
+        self.num_spared = 0  # calls that the gate skipped
+        self._gate, self.answer_ms = None if is_cheap else gate, 0.0  # 0: it was not called in the last step
         self._ahead: tuple[Any, DraftArrays] | None = None
 
     @cached_property
     def guard(self) -> Guard | None:
-        """The guard of a proposer on the host, or of a drafter of vLLM, which every rank runs in the engine's thread. A
-        proposer that runs the target has no guard: it fails with the cascade."""
+        """Returns the guard of a proposer on the host, or of a drafter of vLLM, which every rank runs in the engine's
+        thread. A proposer that runs the target has no guard, so its fault is the cascade's."""
         if self.method.runs_target:
             return None
         index, _, method = self.title.partition(" ")
@@ -92,7 +92,7 @@ class Stage:
             drafts = self._guarded(batch, prefix, limits) if self._context.rank == 0 else None
             drafts = self._context.agreed(drafts)
         assert drafts is not None
-        if not self.method.is_offered:  # the time of that is counted by the cascade
+        if not self.method.is_offered:  # the cascade counts its time
             self.counters.ms += (time.perf_counter() - start) * 1000
         drafts.stage[:] = self.index
         self.counters.asked += int(np.count_nonzero(limits))
@@ -100,7 +100,7 @@ class Stage:
         return drafts
 
     def draft_ahead(self, batch: DraftBatch, limits: Ints) -> DraftArrays:
-        """Drafts ahead of the step's drafting, which then uses these drafts."""
+        """Drafts before the step's drafting, which then uses these drafts."""
         drafts = self.draft(batch, None, limits)
         self._ahead = _step_of(batch), drafts
         return drafts
@@ -114,7 +114,7 @@ class Stage:
         may_draft = guard.may_draft(batch.request_ids)
         if may_draft is not None:
             limits = np.where(may_draft, limits, 0)
-        # A store takes a request's last tokens, too, after which no draft is wanted.
+        # A store also receives a request's last tokens, after which no draft is wanted.
         sees_all = self.method.is_lookup and self.method.has_tenants and may_draft is None
         if sees_all or np.count_nonzero(limits):
             draft, start = self.proposer.draft if self.method.is_lookup else self._begun, time.perf_counter()
@@ -138,5 +138,5 @@ class Stage:
 
 
 def _step_of(batch: DraftBatch) -> tuple[tuple[str, ...], list[int]]:
-    """Identifies a step by its requests and the lengths of their histories."""
+    """Returns the identity of a step: its requests and the lengths of their histories."""
     return tuple(batch.request_ids), list(map(len, batch.token_ids))

@@ -1,4 +1,4 @@
-"""The policy `verify`: a model stage checks the tokens of a cheaper one before the target does.
+"""Implements the policy `verify`: a model stage checks the tokens of a cheaper stage before the target does.
 
 This is staged speculative decoding (Spector and Re 2023; Chen et al. 2023, "Cascade speculative drafting"): the model
 stage checks a cheap draft in one forward pass, corrects it and extends it. The resulting tokens are the ones that the
@@ -68,8 +68,8 @@ class Checked:
 
 
 class _Check:
-    """The drafts of a batch while a model stage, an early exit, checks them pass by pass. It continues `prefix`, if
-    any, by at most limits [num_reqs] int64."""
+    """The drafts of a batch while a model stage, an early exit, checks them pass by pass. It drafts at most limits
+    [num_reqs] int64 tokens after `prefix`, if any."""
 
     def __init__(self, model: Any, target: Target, prefix: DraftArrays | None, limits: Ints):
         self._model, self._target, num_reqs = model, target, len(limits)
@@ -91,7 +91,7 @@ class _Check:
         is_asked, places = known < self.ends, columns(token_ids)
         is_known, num_text = places < known[:, None], known + guess.num_draft
         text = np.where(is_known, token_ids, picked(guess.token_ids, places - known[:, None]))
-        # The first pass is fed the prefix, too. Rows that need fewer tokens than others are fed known ones again.
+        # The first pass also reads the prefix. Rows that need fewer tokens than others read known tokens again.
         length = int(np.where(is_asked, (num_text if self._is_first else guess.num_draft) + 1, 0).max())
         starts = np.where(is_asked, (num_text + 1 - length).clip(min=0), 0)
         at = starts[:, None] + np.arange(length)
@@ -118,7 +118,7 @@ def _array(tensor: torch.Tensor, dtype: Any) -> Any:
 
 
 def checked(stages: Sequence[Stage]) -> Source:
-    """Returns the source of the last stage, which checks the drafts of the stages before it."""
+    """Returns the source of the last stage, which checks the drafts of the earlier stages."""
     *cheaper, stage = stages
     return Checked(checked(cheaper), stage) if cheaper else stage
 
@@ -134,7 +134,7 @@ class CheckedOnDevice(DeviceModel):
             return prefix._replace(by_stage=(prefix.num_draft, limits - 1))
         drafts = self.drafts(batch, MODEL, limits)
         is_right = ((drafts.token_ids == prefix.token_ids) & prefix.is_drafted & drafts.is_drafted).int().cumprod(dim=1)
-        if batch.rates and self.proposer.is_one_hot:  # how likely a drawn token is to be verified must not show
+        if batch.rates and self.proposer.is_one_hot:  # the lookup must not affect which drawn tokens are verified
             both_wrong = (1 - drafts.confidence) / prefix.confidence.clamp(min=1) ** 2
             confidence = torch.where(is_right > 0, (1 - both_wrong).clamp(max=1 - 1e-6), drafts.confidence)
             drafts = drafts._replace(confidence=confidence)

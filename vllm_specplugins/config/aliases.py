@@ -1,4 +1,4 @@
-"""Accepts vLLM's names for fields that mean the same as ours."""
+"""Translates vLLM's names of fields into this package's names, if both mean the same."""
 
 import logging
 from collections.abc import Mapping
@@ -18,24 +18,24 @@ VERIFICATION = "rejection_sample_method"
 
 
 def with_our_names(method: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a method's fields under our names; one log line reports each translation.
+    """Returns a method's fields under this package's names, and logs the translated names in one line.
 
     Raises:
-        ConfigError: a field is given twice, or vLLM's field has a value without an equivalent.
+        ConfigError: a field is set twice, or a value of vLLM's field has no equivalent.
     """
     aliases, values, changes = ALIASES.get(method, {}), dict[str, Any](), list[str]()
     for name, value in raw.items():
         ours = aliases.get(name, name)
         if name == VERIFICATION:
             _check_verification(method, value)
-            changes.append(f'{name} "standard" as exact verification')
+            changes.append(f'{name} "standard" selects exact verification')
         elif ours in values or (ours != name and ours in raw):
-            raise ConfigError(f"{method}: remove {name}: it is vLLM's name of {ours}, which is also set.")
+            raise ConfigError(f"{method}: remove {name}: it is vLLM's name for {ours}, which is also set.")
         else:
             values[ours] = _class_path(value) if ours == "proposer" else value
             changes += [f"{name} sets {ours}"] * (ours != name)
     if changes:
-        logger.info("%s: accepts vLLM's names (%s).", method, ", ".join(changes))
+        logger.info("%s: vLLM's names are accepted (%s).", method, ", ".join(changes))
     return values
 
 

@@ -30,7 +30,8 @@ BUILT_IN_SETTINGS = (
     "use_local_argmax_reduction",
 )
 
-# Other keys, with which a drafter would choose the lengths of drafts or look tokens up, as the cascade does -> off.
+# Other keys, which would make a drafter look tokens up or choose draft lengths, as the cascade does -> the value that
+# switches them off.
 CASCADES = {"draft_confidence_threshold": 0.0, "prompt_lookup_max": None, "prompt_lookup_min": None}
 
 
@@ -72,7 +73,7 @@ class BuiltInConfig:
 
 
 def built_in_stage(config: SpecConfig) -> StageConfig | None:
-    """The cascade's stage that is built into vLLM, if any."""
+    """Returns the cascade's stage that is built into vLLM, or None."""
     return next((stage for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)), None)
 
 
@@ -80,9 +81,7 @@ def check_built_in(config: SpecConfig) -> None:
     """Raises ConfigError for more than one such stage, or if vLLM's sampler cannot verify another stage's drafts."""
     names = [stage.method for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)]
     if len(names) > 1:
-        raise ConfigError(
-            f"cascade: keep one of {' and '.join(names)} in stages: only one proposer may be built into vLLM."
-        )
+        raise ConfigError(f"cascade: keep only one of {' and '.join(names)} in stages: vLLM runs one drafter.")
     if names and "probabilistic" in sample_methods(config):
         raise ConfigError(
             f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages of a cascade with {names[0]}, "

@@ -1,4 +1,4 @@
-"""The allowed values of configuration fields, and the sentence that refuses other values."""
+"""Defines the allowed values of configuration fields, and the error messages for other values."""
 
 import difflib
 import os
@@ -8,8 +8,8 @@ from dataclasses import MISSING, field, fields
 from itertools import islice
 from typing import Any
 
-# Settings of other engines, without leading dashes -> the engine, and our names, of which a method has one.
-# docs/configuration.md lists them, too.
+# Settings of other engines, without leading dashes -> the engine, and this package's names; a method has one of them.
+# docs/configuration.md also lists them.
 ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_lookup_max": ("vLLM", ("max_ngram",)),
     "prompt_lookup_min": ("vLLM", ("min_ngram",)),
@@ -42,41 +42,41 @@ class ConfigError(ValueError):
 
 
 def checked(allowed: str, fits: Callable[[Any], bool], default: Any = MISSING) -> Any:
-    """A dataclass field for values that satisfy `fits`; docs and error messages quote `allowed`."""
+    """Returns a dataclass field for values that satisfy `fits`; docs and error messages quote `allowed`."""
     return field(default=default, metadata={"allowed": allowed, "fits": fits})
 
 
 def optional(entry: Any) -> Any:
-    """Makes a field optional, with the default None."""
+    """Makes a field optional; its default is None."""
     allowed, fits = entry.metadata["allowed"], entry.metadata["fits"]
     return checked(f"{allowed} or null", lambda value: value is None or fits(value), None)
 
 
 def integer(default: int, low: int, high: int) -> Any:
-    """A dataclass field for an integer in [low, high]."""
+    """Returns a dataclass field for an integer in [low, high]."""
     return checked(f"an integer from {low} to {high}", lambda value: is_integer(value, low, high), default)
 
 
 def number(default: float, low: float, high: float) -> Any:
-    """A dataclass field for a number in [low, high]."""
+    """Returns a dataclass field for a number in [low, high]."""
     fits = lambda value: type(value) in (int, float) and low <= value <= high  # noqa: E731
     return checked(f"a number from {low:g} to {high:g}", fits, default)
 
 
 def path() -> Any:
-    """A dataclass field for the path of a file or folder."""
+    """Returns a dataclass field for the path of a file or folder."""
     return checked("a path", _is_path)
 
 
 def choice(default: str, *others: str) -> Any:
-    """A dataclass field for one of several words; the first is the default."""
+    """Returns a dataclass field for one of several words; the first is the default."""
     words = (default, *others)
     fits = lambda value: isinstance(value, str) and value in words  # noqa: E731
     return checked(f"one of {', '.join(map(repr, words))}", fits, default)
 
 
 def is_integer(value: Any, low: int, high: int) -> bool:
-    """Whether a value is an integer in [low, high], and not a bool."""
+    """Returns whether a value is an integer in [low, high] and no bool."""
     return type(value) is int and low <= value <= high
 
 
@@ -99,7 +99,7 @@ def check_fields(config: Any, method: str) -> None:
 
 
 class _Brief(reprlib.Repr):
-    """A client's value may be large: reads no more of it than is shown."""
+    """Formats a client's value, and reads only the part that it shows, since the value may be large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,16 +117,16 @@ def brief(value: object) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An error as another message quotes it: on one line, at most 120 characters, all of which can be encoded."""
+    """Returns an error's text for another message: one line of at most 120 characters, all of which can be encoded."""
     try:
         words = str(error) or type(error).__name__
-    except BaseException:  # a class of the user
+    except BaseException:  # the class may be the user's
         words = "an error that cannot be shown"
     return one_line(words.strip().rstrip("."), 120)
 
 
 def one_line(words: str, length: int) -> str:
-    r"""Others' words as a message or the log quotes them: no terminal and no reader of lines takes them for its own.
+    r"""Returns text of others for a message or the log, without line breaks and control characters.
 
     >>> one_line("red \x1b[31m, a line\x85 and \ud800", 60)
     'red \\x1b[31m, a line and \\ud800'
@@ -137,7 +137,7 @@ def one_line(words: str, length: int) -> str:
 
 
 def check_names(given: Iterable[object], names: Sequence[str], method: str) -> None:
-    """Raises ConfigError for the first key that names no field."""
+    """Raises ConfigError for the first key that is not a field."""
     for key in given:
         if key not in names:
             allowed = ", ".join(names) + did_you_mean(key, names)
@@ -145,7 +145,7 @@ def check_names(given: Iterable[object], names: Sequence[str], method: str) -> N
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """The end of a refusal of an unknown name.
+    """Returns the end of an error message for an unknown name: a suggestion, or a full stop.
 
     >>> did_you_mean("max_ngrams", ["max_ngram", "min_ngram"]), did_you_mean(5, ["max_ngram"])
     ("; did you mean 'max_ngram'?", '.')

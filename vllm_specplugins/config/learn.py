@@ -1,4 +1,4 @@
-"""The field `learn` of a method: how a trained part goes on learning while it serves."""
+"""Defines the field `learn` of a method, which trains a part while the engine serves."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,7 +27,8 @@ class LearnConfig:
 
     @classmethod
     def parse(cls, method: str, raw: Any) -> Any:
-        """The settings for true or a dictionary, None for false; another value is refused later."""
+        """Returns the settings for true or a dictionary, and None for false; `check_fields` refuses other values
+        later."""
         if not isinstance(raw, dict):
             return cls() if raw is True else None if raw is False else raw
         check_names(raw, [entry.name for entry in fields(cls)], f"{method}: learn")

@@ -1,5 +1,5 @@
-"""K, the largest number of draft tokens of a request in one step, for a method and for each stage: the defaults, which
-may depend on the target, and the largest K that fits into a step."""
+"""Sets K, the largest number of draft tokens of a request in one step, for a method and its stages. The defaults may
+depend on the target, and a step limits K."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -7,12 +7,12 @@ from dataclasses import replace
 from vllm_specplugins.config.proposers import MedusaConfig
 from vllm_specplugins.config.whole import SHORT, SpecConfig, sample_methods
 
-LONG = 31  # default of K for copies: a draft costs nothing, and is accepted whole or not at all
+LONG = 31  # default of K for copies, which cost nothing and are mostly accepted as a whole or not at all
 
 
 def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecConfig:
-    """A copy with the default K of the method and of its stages; the target may change it."""
-    # Drawn drafts need the logits of each place, K rows of the vocabulary for each request.
+    """Returns a copy with the default K of the method and of its stages; the target may change it."""
+    # Sampled drafts store the logits of each position: K rows of the vocabulary for each request.
     if config.parts[0].method not in lookups or "probabilistic" in sample_methods(config):
         return config.with_length(SHORT)
     long, stages = (*lookups, "mtp", "medusa"), list(config.stages)
@@ -23,8 +23,8 @@ def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecCon
 
 
 def with_length_for_target(config: SpecConfig, num_heads: Callable[[str], int], has_state: bool) -> SpecConfig:
-    """A copy with the default K that the target allows: a small one if the target stores a state per token. `num_heads`
-    counts the Medusa heads in a folder, which is K unless the user sets it."""
+    """Returns a copy with the default K that the target allows: a small one if the target stores a state per token.
+    `num_heads`, the number of Medusa heads in a folder, is K unless the user sets it."""
     kind, stages = MedusaConfig, list(config.stages)
     if isinstance(config.method_config, kind) and not config.says_length:
         config = config.with_length(num_heads(config.method_config.heads))
@@ -37,7 +37,7 @@ def with_length_for_target(config: SpecConfig, num_heads: Callable[[str], int], 
 
 
 def shortened(config: SpecConfig, length: int) -> SpecConfig:
-    """A copy with this K, which also limits the K of each stage that has one."""
+    """Returns a copy with this K, which also limits the K of each stage that has one."""
     lengths = [stage.num_speculative_tokens and min(stage.num_speculative_tokens, length) for stage in config.stages]
     stages = [replace(stage, num_speculative_tokens=num) for stage, num in zip(config.stages, lengths, strict=True)]
     config = replace(config.with_length(length), says_length=True)

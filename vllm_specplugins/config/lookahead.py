@@ -1,4 +1,4 @@
-"""The configuration of `lookahead`."""
+"""Defines the configuration of `lookahead`."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ MAX_NODES = 63  # and the root: bits of a mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
-    """`lookahead`: verifies n-grams that the target itself generated in earlier steps (Fu et al. 2024). It needs no
-    training and Model Runner V2, and suits one request at temperature 0 with text that does not repeat.
+    """`lookahead`: verifies n-grams that the target itself generated in earlier steps (Fu et al. 2024). It needs Model
+    Runner V2 and no training. It suits one request at temperature 0 with text that does not repeat.
 
     Args:
-        window: The number of columns in the window, and of n-grams that a step generates.
+        window: The number of columns of the window, which is the number of n-grams that a step generates.
         ngram: The number of tokens in an n-gram. The window has one level fewer.
         guesses: The largest number of n-grams that a step verifies. K is (ngram - 1) * (window + guesses) - 1, at most
             63.
@@ -32,10 +32,10 @@ class LookaheadConfig:
 
     @property
     def num_window(self) -> int:
-        """Nodes of the window."""
+        """Returns the number of nodes of the window."""
         return (self.ngram - 1) * self.window - 1
 
     @property
     def num_nodes(self) -> int:
-        """K: nodes of a tree."""
+        """Returns K, the number of nodes of a tree."""
         return self.num_window + (self.ngram - 1) * self.guesses

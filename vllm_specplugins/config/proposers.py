@@ -1,4 +1,4 @@
-"""One frozen dataclass per method; whole.py checks the fields of a whole configuration."""
+"""Defines a frozen dataclass for each method; whole.py checks the fields of a whole configuration."""
 
 import os
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ from vllm_specplugins.config.fields import (
 from vllm_specplugins.config.learn import LEARN
 
 MAX_NGRAM, MAX_STAGES, MAX_TREE, MAX_LAYERS = 16, 8, 31, 10_000
-NOT_WITH_TREE = ("learn", "look_ahead")  # fields that do not go with `tree`
+NOT_WITH_TREE = ("learn", "look_ahead")  # fields that cannot be combined with `tree`
 
 
 def redis_url(value: str) -> str:
-    """The address in a field, or in the variable that "env:NAME" names; "" if that variable is not set."""
+    """Returns the address in a field, or in the variable that "env:NAME" names; "" if that variable is not set."""
     return os.environ.get(value[4:], "") if value.startswith("env:") else value
 
 
@@ -131,7 +131,7 @@ class PartConfig:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the trained part learns while it serves."""
+        """Returns whether the trained part learns while it serves."""
         return self.learn is not None
 
 
@@ -175,12 +175,12 @@ class EarlyExitConfig(PartConfig):
 
     @property
     def drafting_layers(self) -> int | tuple[int, ...]:
-        """The number of first layers that draft, or the indices of the drafting layers."""
+        """Returns the number of first layers that draft, or the indices of the drafting layers."""
         return self.layers or self.exit_layer
 
     @property
     def one_pass(self) -> bool:
-        """Whether one pass drafts all tokens, from states instead of tokens."""
+        """Returns whether one pass drafts all tokens, from states instead of tokens."""
         return self.look_ahead is not None
 
 
@@ -234,7 +234,7 @@ class RemoteConfig:
     api_key_env: str | None = optional(
         checked(
             "the name of an environment variable that is set,",
-            lambda value: isinstance(value, str) and value in dict(os.environ),  # a lookup encodes the name first
+            lambda value: isinstance(value, str) and value in dict(os.environ),  # os.environ encodes the name first
         )
     )
 
@@ -276,7 +276,8 @@ class CascadeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
-    """One stage: the method's name, its configuration, and its limit of draft tokens (None: the cascade's)."""
+    """A stage of a cascade: the method's name, its configuration, and its limit of draft tokens (None: the limit of the
+    cascade)."""
 
     method: str
     method_config: Any

@@ -1,4 +1,4 @@
-"""The field `tree` of a method: drafts are verified as trees (proposers/tree.py)."""
+"""Checks the field `tree` of a method, which makes the target verify drafts as trees (proposers/tree.py)."""
 
 from dataclasses import replace
 from itertools import product
@@ -10,7 +10,7 @@ from vllm_specplugins.config.whole import SpecConfig, methods_of, rule, sample_m
 
 
 def chain_length(num_nodes: int) -> int:
-    """The number of chain tokens in a tree of this size: about a third.
+    """Returns the number of chain tokens in a tree of this size, about a third.
 
     >>> [chain_length(num_nodes) for num_nodes in (1, 4, 7, 15, 31)]
     [1, 2, 3, 6, 11]
@@ -19,8 +19,9 @@ def chain_length(num_nodes: int) -> int:
 
 
 def sibling_places(num_nodes: int) -> list[tuple[int, int]]:
-    """Depths and sibling turns of the nodes in a tree of sampled drafts. They must not depend on the drafts, so the
-    nodes with the smallest depth + 2 * turn are taken: a later sibling is accepted less often than a deeper token.
+    """Returns the depth and the sibling's rank of each node in a tree of sampled drafts. The shape must not depend on
+    the drafts, so the tree has the nodes with the smallest depth + 2 * rank: a later sibling is accepted less often
+    than a deeper token.
 
     >>> sibling_places(7)
     [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
@@ -30,8 +31,8 @@ def sibling_places(num_nodes: int) -> list[tuple[int, int]]:
 
 
 def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
-    """A copy in which K is the tree's size, and the stage after a lookup drafts the chain. Without `tree`, returns the
-    configuration unchanged.
+    """Returns a copy in which K is the tree's size, and the stage after a lookup drafts the chain. Without `tree`, the
+    configuration stays unchanged.
 
     Raises:
         ConfigError: a stage has a tree, or another field is incompatible with the method's tree.
@@ -48,14 +49,14 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
     samples = "probabilistic" in sample_methods(config)
     if (tree and samples != in_rounds) or (in_rounds and (config.stages or not tree)):
         raise ConfigError(
-            f"{method}: rejection 'rounds', tree and draft_sample_method 'probabilistic' need each other and no "
-            f"cascade; rejection is {'rounds' if in_rounds else None!r} here."
+            f"{method}: tree with draft_sample_method 'probabilistic' requires rejection 'rounds', which requires both "
+            f"and no cascade; rejection is {'rounds' if in_rounds else None!r}."
         )
     if not tree:
         return config
     if says_length and config.length != tree:
         raise ConfigError(
-            f"{method}: num_speculative_tokens must be {tree}, the tree's, or left out, not {config.length}."
+            f"{method}: num_speculative_tokens must be {tree}, the value of tree, or left out, not {config.length}."
         )
     for part, name in product(config.parts, NOT_WITH_TREE):
         if getattr(part.method_config, name, None):
@@ -72,7 +73,7 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
 
 
 def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length: bool) -> SpecConfig:
-    """A copy in which K is the size of the tree with the window."""
+    """Returns a copy in which K is the size of the tree with the window."""
     method, num_nodes = config.method, lookahead.num_nodes
     if stages := config.stages:
         fits = methods_of(config) == ["prompt_lookup", "lookahead"] and rule(config) != "verify"
@@ -83,6 +84,7 @@ def _with_lookahead(config: SpecConfig, lookahead: LookaheadConfig, says_length:
             )
     if says_length and config.length != num_nodes:
         raise ConfigError(
-            f"{method}: num_speculative_tokens must be {num_nodes}, lookahead's, or left out, not {config.length}."
+            f"{method}: num_speculative_tokens must be {num_nodes}, the nodes of lookahead, or left out, not "
+            f"{config.length}."
         )
     return replace(config.with_length(num_nodes), says_length=True, longest_chain=lookahead.ngram - 1)

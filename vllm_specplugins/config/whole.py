@@ -1,4 +1,4 @@
-"""A whole `speculative_config`: the common fields, and those of the method or of its stages."""
+"""Parses a whole `speculative_config`: the common fields, and the fields of the method or of its stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -12,7 +12,7 @@ from vllm_specplugins.config.proposers import (
 )
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
-SHORT = 5  # default of K for what costs a pass of a model
+SHORT = 5  # default of K for a method that needs a model's pass for a token
 T = TypeVar("T")
 
 
@@ -62,21 +62,21 @@ class SpecConfig:
 
     @property
     def longest_path(self) -> int:
-        """The largest number of a draft's tokens that may all be accepted: fewer than K where drafts branch."""
+        """Returns the largest number of a draft's tokens that may all be accepted: fewer than K if drafts branch."""
         return self.longest_chain or self.length
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
-        """The stages of a cascade."""
+        """Returns the stages of a cascade."""
         return self.method_config.stages if isinstance(self.method_config, CascadeConfig) else ()
 
     @property
     def parts(self) -> "tuple[StageConfig | Self, ...]":
-        """The stages of a cascade, or the single method."""
+        """Returns the stages of a cascade, or the single method."""
         return self.stages or (self,)
 
     def with_length(self, length: int) -> Self:
-        """A copy with this default of K."""
+        """Returns a copy with this default of K."""
         return replace(self, common=replace(self.common, num_speculative_tokens=length), says_length=False)
 
     def with_stages(self, stages: Iterable[StageConfig]) -> Self:
@@ -111,17 +111,18 @@ class SpecConfig:
 
 
 def stage_configs(config: SpecConfig, kind: type[T]) -> list[T]:
-    """The configurations of this kind among the method and its stages."""
+    """Returns the configurations of this kind among the method and its stages."""
     return [part.method_config for part in config.parts if isinstance(part.method_config, kind)]
 
 
 def methods_of(config: SpecConfig) -> list[str]:
-    """The methods of a cascade's stages, or the single method."""
+    """Returns the methods of a cascade's stages, or the single method."""
     return [part.method for part in config.parts]
 
 
 def stage_names(methods: Sequence[str]) -> list[str]:
-    """The names of stages in options: the method, with the stage's index if several stages have the same method.
+    """Returns the names of stages in options: the method, with the stage's index if several stages have the same
+    method.
 
     >>> stage_names(["prompt_lookup", "early_exit", "early_exit"])
     ['prompt_lookup', '1 early_exit', '2 early_exit']
@@ -130,7 +131,7 @@ def stage_names(methods: Sequence[str]) -> list[str]:
 
 
 def rule(config: SpecConfig) -> str | None:
-    """The policy of a cascade, "first" without a gate; None for other methods."""
+    """Returns the policy of a cascade, "first" without a gate; None for other methods."""
     if not isinstance(config.method_config, CascadeConfig):
         return None
     policy = config.method_config.policy
@@ -138,7 +139,7 @@ def rule(config: SpecConfig) -> str | None:
 
 
 def sample_methods(config: SpecConfig) -> set[str]:
-    """Each `draft_sample_method` in the method or its stages."""
+    """Returns each `draft_sample_method` in the method or its stages."""
     methods = [getattr(part.method_config, "draft_sample_method", None) for part in config.parts]
     return {method for method in methods if method is not None}
 
@@ -150,7 +151,7 @@ def check_stages(config: SpecConfig) -> None:
         if num is not None and not is_integer(num, 1, config.length):
             raise ConfigError(
                 f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to {config.length}, the "
-                f"cascade's, not {brief(num)}."
+                f"cascade's K, not {brief(num)}."
             )
         if index and rule(config) == "verify" and not isinstance(stage.method_config, EarlyExitConfig):
             raise ConfigError(

@@ -1,1 +1,1 @@
-"""Everything that touches vLLM. No other package imports it."""
+"""Contains all code that uses vLLM. No other package imports vLLM."""

@@ -1,4 +1,4 @@
-"""vLLM's configuration of a vLLM drafter that is a stage of a cascade."""
+"""Makes vLLM's configuration of a vLLM drafter that is a stage of a cascade."""
 
 import copy
 import logging
@@ -28,7 +28,7 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
         result: Any = kind(
             method=stage.method, model=stage.method_config.model, **stage.method_config.settings, **common
         )
-    except Exception as error:  # whatever vLLM, pydantic and transformers raise
+    except Exception as error:  # vLLM, pydantic and transformers may raise anything
         raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
     if result.method != stage.method:
         raise ConfigError(
@@ -39,7 +39,7 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
         result.plugin_config = config.with_stages([short if each is stage else each for each in config.stages])
     result.num_speculative_tokens = config.length
     for name, off in CASCADES.items():
-        if getattr(result, name, None):  # 0 is off, too
+        if getattr(result, name, None):  # 0 also means off
             logger.warning(
                 "cascade: vLLM's %s is switched off for %s, because the cascade does lookups and sets draft lengths.",
                 *(name, stage.method),
@@ -50,14 +50,14 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
 
 
 def refuse_second_owner(theirs: Any) -> None:
-    """Raises ConfigError if a later vLLM's drafter performs lookups or trims drafts itself."""
+    """Raises ConfigError if the drafter of a later vLLM performs lookups or trims drafts itself."""
     kind = type(theirs).__name__
     if "Ngram" in kind or "Suffix" in kind or hasattr(theirs, "num_valid_drafts_for_trim"):
         raise ConfigError(f"cascade: vLLM's {kind} cannot be a stage, because it does lookups or trims drafts itself.")
 
 
 def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy for the built-in stage, with the stage's K."""
+    """Returns a copy for the built-in stage, with the stage's K."""
     alone = copy.copy(vllm_config)
     alone.speculative_config = copy.copy(vllm_config.speculative_config)
     alone.speculative_config.num_speculative_tokens = vllm_config.speculative_config.built_in_tokens
@@ -65,7 +65,7 @@ def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy for our drafts, without that stage."""
+    """Returns a copy for the plugin's drafts, without that stage."""
     alone = copy.copy(vllm_config)
     alone.speculative_config = copy.copy(vllm_config.speculative_config)
     alone.speculative_config.draft_model_config = vllm_config.speculative_config.target_model_config
@@ -83,6 +83,6 @@ def _first_sentence(error: Exception) -> str:
 
 
 def reads_lengths_on_host(speculative_config: Any) -> bool:
-    """Whether vLLM's drafter derives its longest query from lengths on the host."""
+    """Returns whether vLLM's drafter computes its longest query from lengths on the host."""
     config = speculative_config
     return config.method == "draft_model" or (config.built_in is not None and config.use_multi_module_mtp())

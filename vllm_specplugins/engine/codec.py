@@ -7,14 +7,14 @@ from llguidance.hf import from_tokenizer
 
 
 def byte_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
-    """llguidance's version of a vLLM tokenizer, which may have fewer tokens than the model. Raises ValueError for a
-    slow tokenizer."""
+    """Returns llguidance's version of a vLLM tokenizer, which may have fewer tokens than the model. Raises ValueError
+    for a slow tokenizer."""
     of_mistral = getattr(tokenizer, "llg_tokenizer", None)
     return of_mistral or from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
 class TextCodec:
-    """A `draft.Codec`. Raises ValueError if the engine has no tokenizer, or a slow one."""
+    """A `draft.Codec`. Raises ValueError if the engine has no fast tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         if tokenizer is None:

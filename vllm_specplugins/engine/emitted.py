@@ -1,6 +1,6 @@
-"""Counts the tokens that requests emit, in our schedulers. A request may end within a draft, at an end token or by an
-abort: the worker has counted the rest of the draft as accepted, but vLLM's scheduler drops it. The scheduler therefore
-corrects the metrics reports that pass through it, and sends the totals to the worker for its logs. It subtracts a
+"""Counts the tokens that requests emit, in the plugin's schedulers. A request may end within a draft, at an end token
+or by an abort. The worker then has counted the rest of the draft as accepted, but vLLM's scheduler drops it. The
+scheduler therefore corrects the metrics reports, and sends the totals to the worker for its logs. It subtracts a
 dropped token from the stage with the largest count at that position."""
 
 from collections import Counter
@@ -23,10 +23,10 @@ class CountsEmitted(Switched, MakesRoom):
         self._num_steps, self._dropped = 0, Counter[int]()  # request steps without first tokens; tokens by position
         self._num_reported, self._to_report = 0, Counter[int]()
         self._watch = StepWatch()
-        self._sent = self._emitted = Emitted()  # the totals sent to the worker; a new tuple per change
+        self._sent = self._emitted = Emitted()  # the totals sent to the worker, and the current totals
 
     def add_request(self, request: Any) -> None:
-        if request.resumable:  # other requests keep vLLM's method
+        if request.resumable:  # other requests use vLLM's method
             self._update_request_with_output = self._update_session
         super().add_request(request)  # type: ignore[misc]
 
@@ -64,7 +64,7 @@ class CountsEmitted(Switched, MakesRoom):
             self._emitted = Emitted(self._num_steps, dropped)
 
     def _correct(self, report: dict[str, Any]) -> None:
-        """Subtracts dropped tokens, as far as the report contains them; counts from the device arrive later."""
+        """Subtracts the dropped tokens that the report contains; counts from the device arrive later."""
         report[key("steps")] = self._num_steps - self._num_reported
         self._num_reported = self._num_steps
         for position in list(self._to_report):
@@ -79,7 +79,8 @@ class CountsEmitted(Switched, MakesRoom):
         self._to_report = +self._to_report
 
     def _update_session(self, request: Any, new_token_ids: list[int], *is_stale: Any, **kw: Any) -> Any:
-        """Continues a session after its last emitted token; vLLM's synchronous scheduler counts dropped tokens, too."""
+        """Continues a session after its last emitted token; vLLM's synchronous scheduler would also count dropped
+        tokens."""
         session, num_sampled = request, len(new_token_ids)
         result = super()._update_request_with_output(request, new_token_ids, *is_stale, **kw)  # type: ignore[misc]
         if session.resumable and not session.num_output_placeholders:
@@ -93,9 +94,9 @@ class CountsEmitted(Switched, MakesRoom):
         news.emitted, news.sums = self._sent, self._watch.taken()
 
     def has_finished_requests(self) -> bool:
-        """Also true until the worker has received the last totals, which takes an empty step if scheduling is
-        asynchronous."""
+        """Returns True also until the worker has received the last totals, which takes an empty step with asynchronous
+        scheduling."""
         return self._sent is not self._emitted or super().has_finished_requests()  # type: ignore[misc]
 
 
-NEVER = [-1]  # a worker's draft for a request that can verify one position only
+NEVER = [-1]  # a worker's draft for a request that can verify only one position

@@ -1,4 +1,4 @@
-"""Calls our functions around vLLM's, or temporarily in their place."""
+"""Calls the plugin's functions around vLLM's functions, or temporarily in their place."""
 
 import functools
 import sys
@@ -23,7 +23,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Makes a method of vLLM call `around`, with the original method as the first argument. Applied once per
     process."""
     original = getattr(owner, name)
-    if getattr(original, "around", None) == around:  # bound methods are equal, never the same
+    if getattr(original, "around", None) == around:  # bound methods may be equal, but never identical
         return
 
     @functools.wraps(original)
@@ -35,7 +35,8 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 class replaced:
-    """Sets attributes for the duration of a block. Steps enter some, and a class takes less time than a generator."""
+    """Sets attributes for the duration of a block. It is a class because steps enter such blocks, and a generator takes
+    more time."""
 
     def __init__(self, target: Any, values: Mapping[str, Any]):
         self._target, self._values = target, values

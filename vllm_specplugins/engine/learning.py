@@ -1,4 +1,4 @@
-"""Parts that learn while they serve: the learner, and the target's last modules, which training needs."""
+"""Creates the learner for parts that learn during serving, and the target's last modules, which training needs."""
 
 import logging
 from dataclasses import replace
@@ -22,7 +22,7 @@ _TOLERANCE = 0.03  # of the largest logit
 
 
 def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner | None:
-    """The learner of the proposer or of a cascade's stage, for a loaded target; None if nothing learns."""
+    """Returns the learner of the proposer or of a cascade's stage, for a loaded target; None if no part learns."""
     stages = (stage for _, stage in stages_of(proposer, "") if isinstance(stage, ModelProposer))
     learning = (stage for stage in stages if stage.config.is_trained)
     if (stage := next(learning, None)) is None:
@@ -45,8 +45,8 @@ def new_learner(proposer: Any, target: Any, vllm_config: VllmConfig) -> Learner 
 
 
 def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None:
-    """The last modules of a loaded model, which compute its logits. If they cannot be used, logs a line and returns
-    None."""
+    """Returns the last modules of a loaded model, which compute its logits. If they cannot be used, it logs a line and
+    returns None."""
     with torch.inference_mode(False), torch.no_grad():
         try:
             end = _read(model, num_layers, vocab_size)
@@ -55,10 +55,10 @@ def served_end(model: Any, num_layers: int, vocab_size: int) -> ServedEnd | None
             logits, expected = end.logits(states), model.compute_logits(states).float()
             if bool((logits - expected).abs().max() <= _TOLERANCE * expected.abs().max()):
                 return end
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # a model of another make, or shape
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # a model with other modules or shapes
             pass
     logger.warning(
-        "learn: no training, because gradients cannot pass the output head of %s. Remove the field learn.",
+        "learn trains nothing, because gradients cannot pass through the output head of %s. Remove the field learn.",
         type(model).__name__,
     )
     return None

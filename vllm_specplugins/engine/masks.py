@@ -1,6 +1,6 @@
-"""Limits what masks of structured output cost: a step fills a row of the vocabulary's size for each position that it
-may verify. A request gets few draft tokens until more were accepted, and all have as many rows as the step's longest
-draft needs."""
+"""Limits the cost of masks for structured output: a step fills a row of the vocabulary's size for each position that it
+may verify. A request gets few draft tokens until the target accepts more, and the masks end at the step's longest
+draft."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ class LimitsMasks:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._num_tokens: dict[str, int] = {}  # of requests with structured output, a step ago
+        self._num_tokens: dict[str, int] = {}  # numbers of tokens of requests with structured output, one step ago
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         if unproven := self._unproven(draft_token_ids.req_ids):
@@ -36,7 +36,7 @@ class LimitsMasks:
             request.spec_token_ids = request.spec_token_ids[:UNPROVEN]
 
     def _unproven(self, request_ids: list[str]) -> set[str]:
-        """Those of the requests with structured output that emitted few tokens in the last step."""
+        """Returns the requests with structured output that emitted few tokens in the last step."""
         requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
         num_tokens = {request.request_id: request.num_tokens for request in requests if request.use_structured_output}
         before, self._num_tokens = self._num_tokens, num_tokens
@@ -55,7 +55,7 @@ class _WithLength:
 
 
 def fill_short_masks() -> None:
-    """Makes vLLM fill, and vLLM 0.33 send, no rows behind the step's longest draft; once per process."""
+    """Makes vLLM fill, and vLLM 0.33 send, no rows after the step's longest draft. Applied once per process."""
     wrap(StructuredOutputManager, "grammar_bitmask", _fill)
 
 
@@ -78,7 +78,7 @@ def _fill(original: Any, self: Any, requests: Any, structured_output_request_ids
 
 
 def apply_short_masks() -> None:
-    """Makes workers of Model Runner V2 read such masks; V1 counts their rows itself. Once per process."""
+    """Makes workers of Model Runner V2 read such masks; V1 counts the rows itself. Applied once per process."""
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
     wrap(StructuredOutputsWorker, "apply_grammar_bitmask", _apply)
@@ -86,9 +86,9 @@ def apply_short_masks() -> None:
 
 def _apply(original: Any, self: Any, logits: Any, input_batch: Any, request_ids: Any, masks: Any) -> None:
     num_reqs = len(request_ids)
-    if hasattr(self, "num_bonus_tokens") or not num_reqs:  # vLLM 0.32 sends the rows that are filled, and no others
+    if hasattr(self, "num_bonus_tokens") or not num_reqs:  # vLLM 0.32 sends only the filled rows
         return original(self, logits, input_batch, request_ids, masks)
-    if not hasattr(self, "specplugins"):  # vLLM's warm-up: compiles the other kernels, with masks that allow all
+    if not hasattr(self, "specplugins"):  # vLLM's warm-up compiles the other kernels, with masks that allow all tokens
         self.specplugins, longest = True, self.mask_stride
         for num_rows in sorted({min(1 << n, longest) for n in range(longest.bit_length() + 1)}):
             allow = np.full((num_reqs * num_rows, masks.shape[1]), -1, masks.dtype)

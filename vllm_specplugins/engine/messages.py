@@ -1,5 +1,5 @@
-"""What the scheduler and the workers tell each other beside vLLM's fields: one object each way, an attribute of
-SchedulerOutput and of ModelRunnerOutput. vLLM pickles both in each step, so the objects are small."""
+"""Defines the messages between scheduler and workers in addition to vLLM's fields: one object in each direction, as an
+attribute of SchedulerOutput and of ModelRunnerOutput. vLLM pickles both in each step, so the objects are small."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ _NAME = "specplugins"
 
 
 class Emitted(NamedTuple):
-    """Running totals: decoding steps of requests, and dropped draft tokens by position."""
+    """Running totals of request steps, and of dropped draft tokens by position."""
 
     num_steps: int = 0
     dropped: tuple[int, ...] = ()
 
 
-# By request, the tokens of its draft before those that the scheduler adds, and these.
+# By request: the number of draft tokens before the tokens that the scheduler adds, and those tokens.
 Forced = Mapping[str, tuple[int, Sequence[int]]]
 
 
@@ -28,7 +28,7 @@ class ForcedDraft(NamedTuple):
 
 
 class StepSums(NamedTuple):
-    """Counts of steps since the last ones, by series: increments, and lists of seconds."""
+    """Counts of steps since the last message, by series: increments, and lists of seconds."""
 
     counts: tuple[tuple[str, float], ...] = ()
     seconds: tuple[tuple[str, tuple[float, ...]], ...] = ()
@@ -45,20 +45,20 @@ class DraftLengths:
 
 @dataclass
 class StepNews:
-    """From the scheduler, with a step."""
+    """The scheduler's message with a step."""
 
     is_off: bool = False  # whether drafting is switched off
     emitted: Emitted | None = None
-    verifies: int | None = None  # the draft length that the step before chose; None: this step's drafts have others
+    verifies: int | None = None  # the previous step's draft length; None: this step's drafts differ
     forced: tuple[ForcedDraft, ...] = ()
     sums: StepSums | None = None
 
 
 @dataclass
 class StepFacts:
-    """From a worker, with a step's outcome."""
+    """A worker's message with a step's outcome."""
 
-    num_draft: DraftLengths | None = None  # of the newest drafts; None: the scheduler does not plan by them
+    num_draft: DraftLengths | None = None  # lengths of the newest drafts; None: the scheduler does not use them
     num_verified: int | None = None  # draft tokens, if drafts were trimmed
     draft_seconds: float = 0.0  # on the host
     undrafted: str | None = None  # why the next step has no draft
@@ -68,7 +68,7 @@ _NO_FACTS = StepFacts()
 
 
 def news_of(scheduler_output: Any) -> StepNews:
-    """The scheduler's news; at first, and in steps of vLLM's warm-up, there are none."""
+    """Returns the scheduler's message, or an empty one at first and in steps of vLLM's warm-up."""
     news: StepNews | None = getattr(scheduler_output, _NAME, None)
     if news is None:
         news = StepNews()

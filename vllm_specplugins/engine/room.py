@@ -1,17 +1,19 @@
-"""Room for prompts and for all running requests. vLLM's scheduler takes a step's tokens request by request, for each
-one those of its whole draft, whatever the device verifies. Long drafts would leave requests out, and read no prompt."""
+"""Reserves a step's tokens for prompts and for all running requests. vLLM's scheduler reserves the tokens of each
+request's whole draft, independently of the number that the device verifies. Long drafts would leave no room for other
+requests and prompts."""
 
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, islice
 from typing import Any
 
-_MANY = 256  # tokens of prompts that make a step long
-_BESIDE = 32  # tokens of such prompts for each draft token, so that drafts hardly delay a first token
+_MANY = 256  # prompt tokens that make a step long
+_BESIDE = 32  # prompt tokens of such a step per draft token, so that drafts hardly delay a first token
 
 
 def _num_tokens(counts: Mapping[int, int], limit: int) -> int:
-    """The tokens of drafts that are shortened to a limit; `counts` has the number of drafts by length.
+    """Returns the number of tokens of drafts that are shortened to a limit; `counts` has the number of drafts by
+    length.
 
     >>> _num_tokens({1: 10, 31: 2}, 4)
     18
@@ -22,8 +24,7 @@ def _num_tokens(counts: Mapping[int, int], limit: int) -> int:
 class MakesRoom:
     """A mixin for vLLM's schedulers: drafts get the tokens that the next step does not need.
 
-    Attributes:
-        draft_limit: the length to which the newest step shortened all drafts; None: it shortened none.
+    Attributes: draft_limit: the length to which the newest step shortened all drafts; None: it shortened no draft.
     """
 
     draft_limit: int | None = None
@@ -51,7 +52,7 @@ class MakesRoom:
         waiting = self._num_waiting_tokens(room)
         room, num_prompt = room - waiting, needed - len(running) + waiting
         gate: str = self.vllm_config.speculative_config.plugin_config.common.gate  # type: ignore[attr-defined]
-        if num_prompt >= _MANY and gate != "off":  # without a gate, all drafts are verified that there is room for
+        if num_prompt >= _MANY and gate != "off":  # without a gate, the step verifies all drafts that fit
             room = min(room, num_prompt // _BESIDE + len(drafts) // 2)
         lengths = Counter(len(request.spec_token_ids) for request in drafts)
         longest = max(lengths)
@@ -63,7 +64,8 @@ class MakesRoom:
         return limit
 
     def _num_waiting_tokens(self, room: int) -> int:
-        """The tokens of waiting prompts for which there are seats and memory, at most `room`."""
+        """Returns the number of tokens of waiting prompts for which there are free requests and memory, at most
+        `room`."""
         from vllm.v1.request import RequestStatus
 
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size

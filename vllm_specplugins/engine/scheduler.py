@@ -1,6 +1,6 @@
-"""Our schedulers, which choose the number of tokens that a step drafts per request, from measured times and accepted
-tokens of steps (gate/step_times.py). The number is the same for all requests. Only the scheduler's process chooses it,
-so ranks cannot differ."""
+"""Defines the plugin's schedulers, which choose the number of tokens that a step drafts per request, from measured
+times and accepted tokens of steps (gate/step_times.py). The number is the same for all requests. Only the scheduler's
+process chooses it, so ranks cannot differ."""
 
 from collections.abc import Set
 from typing import Any
@@ -26,7 +26,7 @@ class StepLengths(CommonLength):
             return
         num_reqs, share, emitted = len(counts), 1.0, output.sampled_token_ids
         total, num_drafts = scheduled.total_num_scheduled_tokens, sum(map(len, drafts.values()))
-        if total > num_reqs + num_drafts:  # the step read prompts, too
+        if total > num_reqs + num_drafts:  # the step also read prompts
             num_reqs, verified = len(drafts) or list(counts.values()).count(1), facts_of(output).num_verified
             verified = num_drafts if verified is None else min(verified, num_drafts)
             share = (num_reqs + verified) / (total - num_drafts + verified)
@@ -64,7 +64,7 @@ class _Choosing(LimitsMasks, CountsEmitted):
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         limit, drafts = self.draft_limit, scheduler_output.scheduled_spec_decode_tokens
         room = self.max_num_scheduled_tokens - scheduler_output.total_num_scheduled_tokens
-        if limit == room == 0 and self._lengths is not None:  # prompts are likely to fill the next step, too
+        if limit == room == 0 and self._lengths is not None:  # prompts probably also fill the next step
             scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
         verifies: int | None = self._drafted
@@ -89,11 +89,11 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
         config = self.vllm_config.speculative_config.plugin_config
-        # Drafts that branch are verified whole: nothing trims them later.
+        # Drafts that branch are verified as a whole, since they are not trimmed.
         self._plans_whole, self._num_beside = config.longest_chain > 0, config.length - config.longest_path
         has_graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         self._has_graphs = has_graphs and not self._plans_whole
-        self._has_options = False  # whether any live request was added with some
+        self._has_options = False  # whether a live request has options
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
@@ -101,7 +101,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         lengths = facts_of(model_runner_output).num_draft
-        if lengths is not None and scheduler_output.num_spec_tokens_to_schedule:  # otherwise the step did not draft
+        if lengths is not None and scheduler_output.num_spec_tokens_to_schedule:  # otherwise the step drafted nothing
             if self._lengths is not None and not self._planned:  # the worker cannot trim
                 self._lengths.times.expect(trims=False)
             self._planned.update(lengths.items())
@@ -123,7 +123,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
             request.spec_token_ids = request.spec_token_ids[:length]
 
     def _fill_a_graph(self, requests: list[Any]) -> bool:
-        """Whether all K tokens of each request are planned."""
+        """Returns whether all K tokens of each request are planned."""
         max_num_draft = self.num_spec_tokens
         return fill_a_graph(len(requests), max_num_draft) and all(
             len(request.spec_token_ids) == max_num_draft == self._limit(request) and not request.use_structured_output
@@ -135,10 +135,10 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         return limit if planned is None else min(planned, limit)
 
     def _limit(self, request: Any) -> int:
-        limits = self._limits_of(request)  # the step that was just scheduled emits at least one token more
+        limits = self._limits_of(request)  # the step that was just scheduled emits at least one token
         return draft_limit(limits.options, request.num_tokens, self.num_spec_tokens, limits.length_limit - 1)
 
     def _limits_of(self, request: Any) -> RequestLimits:
-        """The limits of the request's current turn: a session's limits change."""
+        """Returns the limits of the request's current turn, since a session's limits change."""
         limits = request.num_prompt_tokens, self.max_model_len, self._num_beside
         return RequestLimits.of(request.sampling_params, *limits)

@@ -1,4 +1,4 @@
-"""The kernel check in the front process: its environment variable and the shapes to check.
+"""Runs the kernel check in the front process: reads its environment variable and the shapes to check.
 
 VLLM_SPECPLUGINS_SELF_CHECK: "0" skips the check; "only" prints the result and exits before the engine starts.
 """
@@ -20,13 +20,13 @@ def stop_if_only(vllm_config: Any) -> None:
     """With "only", checks the kernels and exits, with status 1 if a kernel differs, otherwise 0.
 
     Raises:
-        ConfigError: the variable has an invalid value.
+        ConfigError: if the variable has an invalid value.
     """
     if value() != "only":
         return
     on = device()
     if on is None:
-        sys.stdout.write("self-check: a CPU runs the references, nothing to check\n")
+        sys.stdout.write("self-check: a CPU runs the references, so there is nothing to check\n")
         sys.exit(0)
     problems = 0
     for finding in check_device(on, shapes_of(vllm_config)):
@@ -61,6 +61,6 @@ def value() -> str:
 
 
 def device() -> torch.device | None:
-    """The device that runs the kernels; None for a CPU, which runs the references."""
+    """Returns the device that runs the kernels; None for a CPU, which runs the references."""
     name = current_platform.device_type
     return None if name == "cpu" else torch.device(name)

@@ -1,4 +1,5 @@
-"""The state of a worker's drafting: counts, the scheduler's news, and parts of the speculator that others ask."""
+"""Stores the state of a worker's drafting: counts, the scheduler's message, and parts of the speculator that other
+modules use."""
 
 import logging
 import time
@@ -18,7 +19,7 @@ from vllm_specplugins.stage import stage_of
 
 logger = logging.getLogger("vllm.specplugins")
 
-LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something to say
+LOG_EVERY_S = 10.0  # the interval at which vLLM logs its statistics
 
 
 class Rates(Protocol):
@@ -43,26 +44,26 @@ class Settles(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """Adapters call the proposer through it, and it counts."""
+    """The object through which adapters call the proposer; it also counts."""
 
     barrier: FaultBarrier
-    scheduler_stage: int | None = None  # for which tokens count that the scheduler adds after drafts, if it may
-    rates: Rates = field(default_factory=RequestRates)  # of acceptance, by request
+    scheduler_stage: int | None = None  # index of the stage for which the scheduler's tokens count; None: it adds none
+    rates: Rates = field(default_factory=RequestRates)  # acceptance rates by request
     tally: DeviceCounts | None = None
     budget: Trims | None = None  # trims drafts on the device
     late: Settles | None = None  # drafts in a thread
     emitted: Emitted | None = None
     facts: StepFacts = field(default_factory=StepFacts)  # of this step
-    forced: Forced | None = None  # those of this step
-    is_warming_up: bool = False  # then a request's name may be anything
+    forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
+    is_warming_up: bool = False  # then a request may have any name
     undrafted: str | None = None  # why the newest call drafted nothing
-    paused_ms: float = 0.0  # time of this step in which the engine stood still
+    paused_ms: float = 0.0  # time of this step in which the engine was paused
     when_loaded: Callable[[], None] = lambda: None  # called once the target is loaded
     _logged_at: float = field(default_factory=time.monotonic)
 
     def read(self, news: StepNews) -> None:
-        """Takes what the scheduler sends with a step."""
-        self.emitted = news.emitted or self.emitted  # vLLM's warm-up has none
+        """Reads the message that the scheduler sends with a step."""
+        self.emitted = news.emitted or self.emitted  # vLLM's warm-up has no message
         if self.scheduler_stage is not None:
             self.forced = {draft.request_id: (draft.num_before, draft.token_ids) for draft in news.forced}
 
@@ -79,12 +80,12 @@ class Session:
         self.undrafted = None if draft.num_draft.any() else self._reason(batch, before)
         if self.forced is None:
             self.barrier.count_drafts(batch, draft)
-        else:  # verification knows the length of the draft
+        else:  # verification knows the draft's length
             self.barrier.counters.whole.asked += int(np.count_nonzero(batch.max_num_draft))
         return draft
 
     def _reason(self, batch: DraftBatch, before: tuple[int, int] | None) -> str:
-        """Why a call drafted nothing, where `before` was the activity."""
+        """Returns why a call drafted nothing; `before` is the earlier activity."""
         if not batch.max_num_draft.any():
             return "limits"
         if self.barrier.counters.switched_off:
@@ -94,7 +95,7 @@ class Session:
         return "gate" if chose else "no draft"
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
-        """Counts the verification of one step, including requests for which only the scheduler drafts."""
+        """Counts the verification of a step, including requests for which only the scheduler drafts."""
         self.barrier.counters.add(feedback)
         if self.forced is not None:
             self._count_forced(feedback, self.forced)
@@ -107,7 +108,7 @@ class Session:
         return list(counters.stages.values())[self.scheduler_stage or 0] if counters.stages else counters.whole
 
     def _count_forced(self, feedback: Feedback, forced: Forced) -> None:
-        """Counts one step's verification of the scheduler's tokens after drafts, which are counted already."""
+        """Counts the verification of the scheduler's tokens after drafts in one step; the caller calls `add` first."""
         counters, stage = self.barrier.counters, self._forcing
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:
@@ -137,12 +138,11 @@ class Session:
         return counters
 
     def net_totals(self) -> Counters:
-        """The totals without the draft tokens after a request's end, if one of our schedulers counts them."""
+        """Returns the totals without draft tokens after a request's end, if a scheduler of the plugin counts them."""
         return self.totals() if self.emitted is None else self.totals().net(*self.emitted)
 
     def settle(self) -> None:
-        """Makes the proposer and a cascade's stages forget ended requests now, since no step will follow for a
-        while."""
+        """Makes the proposer and a cascade's stages forget ended requests now, since no step may follow for a while."""
         if self.late is not None:
             self.late.settle()
         self.barrier.settle()

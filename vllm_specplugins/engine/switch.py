@@ -1,7 +1,7 @@
-"""The switch of a running engine: `collective_rpc("specplugins_gate", ("none",))` ends drafting on every rank from the
-next step on, and ("auto",) resumes it. vLLM's engine passes the call to its workers, whose answers we give to the
-scheduler; each step then tells the workers. The engine makes the same call when it starts, and a worker that cannot
-draft answers "none"."""
+"""Switches drafting of a running engine: `collective_rpc("specplugins_gate", ("none",))` ends drafting on every rank
+from the next step on, and ("auto",) resumes it. vLLM's engine passes the call to its workers, and the plugin passes
+their answers to the scheduler, which tells the workers in each step. The engine makes the same call at its start, and a
+worker that cannot draft answers "none"."""
 
 import logging
 from collections import defaultdict
@@ -17,7 +17,7 @@ _NO_DRAFTS = defaultdict[int, int](int)
 
 
 def follow_calls() -> None:
-    """Makes vLLM's engine tell the scheduler; once per process."""
+    """Makes vLLM's engine forward the switch to the scheduler. Applied once per process."""
     from vllm.v1.engine.core import EngineCore
 
     wrap(EngineCore, "__init__", _asked_at_start)
@@ -37,18 +37,18 @@ def _with_scheduler(original: Any, self: Any, method: Any, *args: Any, **kwargs:
         if hasattr(self.scheduler, "switch"):
             self.scheduler.switch(is_off)
         elif is_off:
-            raise ValueError("remove scheduler_cls to switch drafting off: only the plugin's schedulers can.")
+            raise ValueError("remove scheduler_cls to switch drafting off: only the plugin's schedulers support this.")
     return results
 
 
 def checked_mode(mode: Any, data_parallel_size: int) -> str:
-    """A valid mode. Raises ValueError."""
+    """Returns a valid mode. Raises ValueError for an invalid one."""
     if mode not in (NONE, AUTO):
         raise ValueError(f"mode must be {NONE!r} or {AUTO!r}, not {mode!r}.")
     if mode == NONE and data_parallel_size > 1:
         raise ValueError(
-            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: the engines wait for each "
-            "other and must draft alike."
+            f"data_parallel_size must be 1 to switch drafting off, not {data_parallel_size}: all engines must draft "
+            "alike."
         )
     return str(mode)
 
@@ -59,10 +59,10 @@ class Switched:
     requests: dict[str, Any]
     dynamic_sd_lookup: Any  # vLLM's table of draft lengths, by the number of requests
     is_off = False
-    _other_lookup: Any = _NO_DRAFTS  # the table that is not in use now
+    _other_lookup: Any = _NO_DRAFTS  # the table that is not in use
 
     def switch(self, is_off: bool) -> None:
-        """Plans no draft from the next step on, or again as configured."""
+        """Stops planning drafts from the next step on, or plans them again as configured."""
         if is_off is self.is_off:
             return
         self.is_off = is_off

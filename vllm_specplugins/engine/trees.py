@@ -1,4 +1,4 @@
-"""The requirements of draft trees, checked before an engine loads anything, and the name of their attention backend."""
+"""Checks the requirements of draft trees before an engine loads anything, and selects their attention backend."""
 
 from copy import copy
 from typing import Any
@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 from vllm_specplugins.engine.verify import verifies
 
-MAX_CONTEXT = 4096  # from here on one program that reads all keys doubles the time of a step
+MAX_CONTEXT = 4096  # longer contexts double the time of a step, since one program reads all keys
 _NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # vLLM's name for v2/trees/attention.py, and for its base
 
 
@@ -19,8 +19,8 @@ def register() -> None:
 
 
 def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
-    """The EngineArgs fields that select the attention backend of trees. Raises ConfigError if the user asks for another
-    backend."""
+    """Returns the EngineArgs fields that select the attention backend of trees. Raises ConfigError if the user sets
+    another backend."""
     if not config.longest_chain:
         return {}
     asked = [engine_args.attention_backend, getattr(engine_args.attention_config, "backend", None)]
@@ -63,7 +63,7 @@ def check_trees(vllm_config: VllmConfig) -> None:
         "a quantised KV cache": vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
         "LoRA": vllm_config.lora_config is not None,
         "a KV connector": vllm_config.kv_transfer_config is not None,
-        "auxiliary outputs": vllm_config.aux_output_config.enabled,  # vLLM takes those of the first nodes
+        "auxiliary outputs": vllm_config.aux_output_config.enabled,  # vLLM would take those of the first nodes
         "return_sampling_mask": model.return_sampling_mask,
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,  # a node's keys are summed in another order than a chain's
         "watermarks": vllm_config.watermark_config is not None,

@@ -1,5 +1,5 @@
-"""Parts of verification for both runners: who verifies, the random numbers of drafts, and the edits of logits after a
-draft."""
+"""Contains parts of verification for both runners: who verifies, the random numbers of drafts, and the edits of logits
+after a draft."""
 
 import os
 
@@ -15,7 +15,8 @@ _VERIFIER = "VLLM_SPECPLUGINS_VERIFICATION"
 
 
 def verifies() -> bool:
-    """Whether this package verifies drafts. VLLM_SPECPLUGINS_VERIFICATION=vllm leaves that to vLLM, for a diagnosis."""
+    """Returns whether this package verifies drafts. VLLM_SPECPLUGINS_VERIFICATION=vllm leaves that to vLLM, for a
+    diagnosis."""
     return os.environ.get(_VERIFIER) != "vllm"
 
 

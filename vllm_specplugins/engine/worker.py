@@ -1,6 +1,6 @@
-"""The classes that `worker_cls` names: vLLM's workers with our proposer in their model runner. Names in vLLM's modules
-are replaced only while a runner is built; other functions are set on that runner. Lasting patches of vLLM have the kind
-"patch" in vllm_api/replaced.toml."""
+"""Defines the classes that `worker_cls` names: vLLM's workers with the plugin's proposer in their model runner. Names
+in vLLM's modules are replaced only while a runner is built; other functions are set on that runner. Permanent patches
+of vLLM have the kind "patch" in vllm_api/replaced.toml."""
 
 import copy
 import logging
@@ -37,7 +37,7 @@ _BASES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Creates GPUWorker or CPUWorker at first use, since their bases can be imported on one platform each."""
+    """Creates GPUWorker or CPUWorker at first use, since each base can be imported on only one platform."""
     if name not in _BASES:
         raise AttributeError(name)
     module, base = _BASES[name]
@@ -62,7 +62,7 @@ class _WithProposer:
             with runner.while_built(self.vllm_config):
                 super().init_device()  # type: ignore[misc]
             if not runner.is_known(self.model_runner):
-                problem = f"does not know vLLM's model runner {type(self.model_runner).__name__}"
+                problem = f"does not support vLLM's model runner {type(self.model_runner).__name__}"
         except Exception as error:
             if untested_version() is None:
                 raise
@@ -91,7 +91,7 @@ class _WithProposer:
 
     def load_model(self, **arguments: Any) -> None:
         super().load_model(**arguments)  # type: ignore[misc]
-        self._session.when_loaded()  # a sleep of level 2 empties the memory that vLLM gave its own `load_model`
+        self._session.when_loaded()  # a sleep of level 2 frees the memory that vLLM allocates in its `load_model`
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
@@ -122,10 +122,10 @@ class _WithProposer:
     def _execute_model(self, scheduler_output: Any) -> Any:
         news = news_of(scheduler_output)
         self._session.read(news)
-        if scheduler_output.finished_req_ids:  # before a new request has the slot of a finished one
+        if scheduler_output.finished_req_ids:  # before a new request gets the slot of a finished one
             self._reporter.forget(scheduler_output.finished_req_ids)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0  # possibly for hours
         if is_idle:
             self._session.totals()  # begins to copy the device's counts
             self._session.settle()
@@ -144,14 +144,14 @@ class _WithProposer:
         return self._reporter.attach(output) if self._reports else output
 
     def shutdown(self) -> None:
-        """Saves the files of our stages before vLLM ends, possibly before `init_device` has run."""
+        """Saves the files of the stages before vLLM ends, possibly before `init_device` has run."""
         try:
             if hasattr(self, "_session"):
                 self._session.settle()
             for _, stage in self._stages() if hasattr(self, "_reporter") else ():
                 stage.close()
         except Exception as error:
-            logger.error("Shutdown: the files of proposers cannot be saved (%s).", cause_text(error))
+            logger.error("Shutdown: the engine cannot save the files of proposers (%s).", cause_text(error))
         finally:
             super().shutdown()  # type: ignore[misc]
 
@@ -166,12 +166,13 @@ class _WithProposer:
             stage.set_max_model_len(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
-        """Our counters (counters.Counters) as a dictionary, for `LLM.collective_rpc`."""
+        """Returns the plugin's counters (counters.Counters) as a dictionary, for `LLM.collective_rpc`."""
         self._session.totals()  # begins to copy the device's counts
         return asdict(self._session.net_totals())
 
     def specplugins_steps(self) -> list[dict[str, Any]]:
-        """Decoding steps by shape, and those without a draft by reason (metrics/steps.py), for `LLM.collective_rpc`."""
+        """Returns decoding steps by shape, and steps without a draft by reason (metrics/steps.py), for
+        `LLM.collective_rpc`."""
         return self._reporter.steps.rows()
 
     def specplugins_gate(self, mode: str) -> str:
@@ -184,8 +185,9 @@ class _WithProposer:
         self._session.paused_ms += ms
 
     def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:
-        """The sizes of the stores of earlier outputs, by stage, after the action "reset", "save" or "stats" (none), for
-        `LLM.collective_rpc("specplugins_store", args=("reset",))`. Raises ValueError for another action."""
+        """Returns the sizes of the stores of earlier outputs by stage, after the action "reset", "save" or "stats" (no
+        action), for `LLM.collective_rpc("specplugins_store", args=("reset",))`. Raises ValueError for another
+        action."""
         if action not in ("stats", "reset", "save"):
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
         self._session.settle()
@@ -200,21 +202,21 @@ class _WithProposer:
 
 
 def _end_other_rank(error: Exception) -> None:
-    """Ends the process of a rank that fails and does not return the output: vLLM would log its exception and take the
-    next step, with wrong tokens from then on."""
+    """Ends the process of a rank that fails and does not return the output. Otherwise vLLM would log the exception and
+    continue with wrong tokens."""
     if not gives_output():
         end_all_ranks("A step", fault_of(error, ()))
 
 
 class _Plain:
-    """vLLM's worker, which tells that it does not draft."""
+    """vLLM's worker, which reports that it does not draft."""
 
     def specplugins_gate(self, mode: str) -> str:
         return NONE
 
 
 def gives_output() -> bool:
-    """Whether this rank returns a step's output to vLLM. This rank drafts for the others and saves files."""
+    """Returns whether this rank returns a step's output to vLLM. This rank drafts for the others and saves files."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pp_group = get_pp_group()
@@ -222,12 +224,12 @@ def gives_output() -> bool:
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) -> FaultBarrier:
-    """The proposer behind its fault barrier. A speculator that drafts on the device passes `build`."""
+    """Returns the proposer with its fault barrier. A speculator that drafts on the device passes `build`."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     if not speculative_config.plan.on_device:
         config = behind_gate(config)
-    # A call into the target belongs to the engine's thread and stream; a cascade puts stages in threads.
+    # A call of the target belongs to the engine's thread and stream; a cascade runs stages in threads.
     in_thread = not (speculative_config.runs_target or config.stages) and (not build or speculative_config.plan.is_late)
     return FaultBarrier(
         (build or build_proposer)(config, context),
@@ -271,5 +273,5 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
     )
     if not (speculative_config.runs_target and group.world_size > 1):
         return context
-    # Each rank has a part of the target's layers; a proposer that runs none drafts on rank 0.
+    # Each rank has a part of the target's layers; a proposer that runs no layers drafts on rank 0.
     return replace(context, rank=group.rank_in_group, agreed=partial(group.broadcast_object, src=0))

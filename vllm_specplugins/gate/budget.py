@@ -1,4 +1,4 @@
-"""Chooses the number of draft tokens that a step verifies, where the device trims drafts: the one with the best rate of
+"""Chooses the number of draft tokens that a step verifies, if the device trims drafts: the number with the best rate of
 tokens per ms, from acceptance probabilities that are a step old and a table of step times. S: slots of requests, R:
 requests of a step, K: max draft tokens."""
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from vllm_specplugins.kernels.compiled import compiled
 
-FREE = 1.02  # a step with all drafts that takes this times one without drafts costs nothing
-POOR_BESIDE = 0.5  # of the mean gain: beside a drafter's, a poor draft gains no more; a lookup's gains nothing
-DECAY = 0.8  # per step after a poor draft, of a request's mean survival, and per step of its mean gain
+FREE = 1.02  # drafts are free if a step with all of them takes at most this multiple of a step without drafts
+POOR_BESIDE = 0.5  # share of the mean gain, below which a draft is poor if there is a drafter
+DECAY = 0.8  # decay of a request's mean survival (per step after a poor draft) and of its mean gain (per step)
 
 
 class Costs(NamedTuple):
-    """Milliseconds of a step: beside its tokens, by number of tokens, and of each draft token beside that."""
+    """Milliseconds of a step: a constant part, a part by number of tokens, and an additional part per draft token."""
 
     step_ms: float
     verify_ms: Any
@@ -26,19 +26,18 @@ class Costs(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Milliseconds per token of context: for a request that reads the context, and for a draft token that attends to
-    it."""
+    """Milliseconds per token of context, for a request and for a draft token."""
 
     read_ms: float = 0.0
     attend_ms: float = 0.0
 
     def costs(self, draft_ms: float, verify_ms: Any, num_reqs: int, context: float) -> Costs:
-        """The costs of a step, from tables without a context, and its requests' mean context."""
+        """Returns the costs of a step, from tables without context and the requests' mean context."""
         return Costs(draft_ms + self.read_ms * num_reqs * context, verify_ms, self.attend_ms * context)
 
 
 class StepBudget:
-    """Chooses for steps one after the other, and remembers by slot the worth of drafts after poor ones."""
+    """Chooses for consecutive steps, and stores by slot the gain of drafts that follow poor drafts."""
 
     def __init__(self, num_slots: int, max_num_draft: int, beside_drafter: bool = False):
         self._poor_share = POOR_BESIDE if beside_drafter else 0.0
@@ -56,8 +55,8 @@ class StepBudget:
         limit: int,
         read: Callable[[], tuple[Any, Any, int]],
     ) -> int:
-        """Chooses for a step with `num_fixed` tokens beside these drafts. `read` returns acceptance probabilities [S,
-        K], slots [R] and the number of requests that sample; it is not called if verifying all costs nothing."""
+        """Chooses for a step with `num_fixed` other tokens. `read` returns acceptance probabilities [S, K], slots [R]
+        and the number of requests that sample; it is not called if verification of all drafts costs nothing."""
         budget = sum(num_drafts)
         if budget <= limit and costs.of(num_fixed, budget) <= FREE * costs.of(num_fixed, 0):
             return budget
@@ -83,9 +82,9 @@ def best_budget(
     token_ms: float,  # of a draft token beside that
     limit: int,
 ) -> int:
-    """The number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens. The
-    next draft of a lookup may be far better than the one whose probabilities are known. After a draft that gains less
-    than the request's usual ones, the request therefore also scores by the mean of what followed such drafts."""
+    """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
+    The next draft of a lookup may be far better than the draft whose probabilities are known. After a draft with less
+    gain than usual, the request's score therefore includes the mean gain after such drafts."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         survival, gain, was = 1.0, 0.0, was_poor[slot]

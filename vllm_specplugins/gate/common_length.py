@@ -1,4 +1,5 @@
-"""Chooses the number of tokens that a step drafts, the same for all requests, from measured times (step_times.py)."""
+"""Chooses the number of tokens that a step drafts for each request, which is the same for all requests, from measured
+times (step_times.py)."""
 
 from collections.abc import Callable, Sequence
 from math import inf, nan
@@ -6,12 +7,12 @@ from time import perf_counter
 
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 
-_FREE = 64  # tokens of a step that a GPU verifies in the time of one token a request
+_FREE = 64  # tokens of a step that a GPU verifies in the time of one token per request
 
 
 def fill_a_graph(num_reqs: int, max_num_draft: int) -> bool:
-    """Whether K tokens per request cost nothing: then all are planned, and the step is one full graph. With more
-    requests the tokens without a match cost more than a step without a graph."""
+    """Returns whether K tokens per request are free: then the scheduler plans all of them, and the step is one full
+    graph. With more requests, tokens without a match cost more than a step without a graph."""
     return num_reqs * (1 + max_num_draft) <= _FREE
 
 
@@ -36,7 +37,7 @@ class CommonLength:
         self.times, self._clock = StepTimes(max_num_draft, longest_chain, cliff, trims), clock
         self._step_tokens = step_tokens
         self._length, self._holds = max_num_draft, False
-        self._at = nan  # when the last step ended
+        self._at = nan  # time at which the last step ended
 
     def __getitem__(self, num_reqs: int) -> int:
         self._holds = not self._holds
@@ -46,14 +47,15 @@ class CommonLength:
         return self._length
 
     def step_ms(self) -> float:
-        """Called at the end of each step: returns the time since the end of the last one, nan if that is unknown."""
+        """Returns the time since the end of the last step, or nan if it is unknown. The caller calls it at the end of
+        each step."""
         before, self._at = self._at, self._clock()
         return 1000 * (self._at - before)
 
     def add(
         self, num_reqs: int, verified: int, drafted: int, step_ms: float, emitted: Sequence[int], share: float = 1.0
     ) -> None:
-        """Learns from a step that verified drafts of one length and drafted another (StepTimes.add), if both agree."""
+        """Learns from a step whose verified and drafted lengths agree (StepTimes.add)."""
         if verified == drafted and num_reqs:
             self.times.add(num_reqs, verified, step_ms, emitted, share)
 

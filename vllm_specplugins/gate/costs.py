@@ -25,30 +25,33 @@ from vllm_specplugins.structures.arrays import Floats
 COST_DECAY = 0.95  # of the means, per step
 MARGIN = 1.05  # times its price a token must gain: estimates err, and the argmax picks those that err upwards
 SHARED_MARGIN = 1.5  # times its price without drafts, among several requests
-FIRST_SLOPE = 0.05  # steps that one more draft token takes, before it is known
-SHARED_SLOPE = 0.02  # the same for several requests: their steps are longer
-TOKEN_SHARE = 0.32  # of the time per request: from 16 requests on, the first slope is at most this
+FIRST_SLOPE = 0.05  # cost of one more draft token in steps, before it is measured
+SHARED_SLOPE = 0.02  # the same for several requests, whose steps take longer
+TOKEN_SHARE = 0.32  # largest first slope from 16 requests on, as a share of the time per request
 SLOPE_WEIGHT = 1.0  # w, in squared draft tokens of a request
-FEW_CALLS = 10  # after which the time of a call is an average of many
+FEW_CALLS = 10  # number of calls after which the time of a call is a mean of many
 FEW_REQS = 4  # above it, w grows with the number of requests, below with its square
-FIRST_WEIGHT = 8.0  # steps, at most, that other numbers of requests count for a new one
-LONGER = 1.35  # times as long a draft may be with each step that is known
-FREE_LONGER, SHARED_FREE_LONGER = 1.6, 4.0  # the same where drafting is free: for one request, for several
-COLD_STEPS = 50  # that read prompts, too, after which their times count if there is no other
-SHORT_CONTEXT = 1024  # tokens of all requests, below which the time of attention does not show
-SLOPE_MEMORY = 64.0  # squared draft tokens of a request: about as many stay in the record
-MIN_MEMORY = 0.8  # of the record, per step: one long draft does not erase all others
-BEND_SHARE, BEND_WEIGHT = 0.1, 8.0  # weight of a step in its bucket's time; steps that the line counts beside a bucket
+FIRST_WEIGHT = 8.0  # largest weight of other numbers of requests for a new one, in steps
+LONGER = 1.35  # factor by which the longest draft may grow with each known step
+FREE_LONGER, SHARED_FREE_LONGER = 1.6, 4.0  # the same if drafting is free: for one request, for several
+COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
+SHORT_CONTEXT = 1024  # tokens of all requests below which the time of attention is negligible
+SLOPE_MEMORY = 64.0  # squared draft tokens of a request that the record keeps, about
+MIN_MEMORY = 0.8  # smallest share of the record that a step keeps, so one long draft does not erase it
+BEND_SHARE, BEND_WEIGHT = (
+    0.1,
+    8.0,
+)  # weight of a step in its bucket's time; weight of the line, in steps
 BEYOND_WEIGHT = 0.05  # of the line after the last bucket
-MAX_STEP_BLAME = 0.5  # of a mean step: more of a surprise is not the drafts' doing
+MAX_STEP_BLAME = 0.5  # share of a mean step: a larger deviation does not come from drafts
 
 
 @dataclass(slots=True)
 class UsualMs:
-    """The usual time of a call, in which one slow call counts little."""
+    """The usual time of a call, on which one slow call has little effect."""
 
     is_warm: bool = False  # the first call warms up caches and compilers
-    num_calls: int = 0  # since the time is known
+    num_calls: int = 0  # number of calls since the time is known
     ms: float = 0.0
 
     def add(self, ms: float) -> None:
@@ -111,7 +114,7 @@ class StepCosts:
         self.mean_emitted += share * (num_emitted - self.mean_emitted)
         self.reqs_variation = COST_DECAY * self.reqs_variation + (1 - share) * off_reqs * off_reqs
         self.reqs_covariation = COST_DECAY * self.reqs_covariation + (1 - share) * off_reqs * (off_ms - usual_ms)
-        # Steps that all verify as many tokens say nothing about the slope, and so erase nothing of its record.
+        # Steps that verify the same number of tokens do not inform the slope, so they erase nothing of its record.
         square = (1 - share) * off_draft * off_draft
         memory = max(MIN_MEMORY, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
         self.variation = memory * self.variation + square
@@ -135,21 +138,21 @@ class StepCosts:
 
     @property
     def slope_ms(self) -> float:
-        """The time to verify one more draft token; it is never negative."""
+        """Returns the time to verify one more draft token, which is never negative."""
         first = (FIRST_SLOPE if self.num_reqs == 1 else min(SHARED_SLOPE, TOKEN_SHARE / self.num_reqs)) * self.mean_ms
         weight = SLOPE_WEIGHT * self.num_reqs * min(self.num_reqs, FEW_REQS)
         return max(0.0, (self.covariation + weight * first) / (self.variation + weight))
 
     @property
     def request_ms(self) -> float:
-        """The time that one more request adds, with a draft of the mean length; at most its share of a step."""
+        """Returns the time that one more request adds, with a draft of the mean length; at most its share of a step."""
         share_ms = self.mean_ms / max(1.0, self.mean_reqs)
         return min(max(0.0, self.reqs_covariation / (self.reqs_variation + 1)), share_ms)
 
     def tokens_ms(self, max_num_draft: int) -> Floats:
         """Returns [K], the time that each further token adds to a step of one request: the line's value, corrected by
         the buckets, and never less than that of the previous token."""
-        if not self.buckets:  # known from other numbers of requests alone
+        if not self.buckets:  # known only from other numbers of requests
             return np.full(max_num_draft, self.slope_ms)
         lengths = np.arange(max_num_draft + 1)
         line = self.mean_ms + self.slope_ms * (lengths - self.mean_length)
@@ -161,11 +164,11 @@ class StepCosts:
 
     @property
     def plain_ms(self) -> float:
-        """The time of a step without drafts: the line's value, but at least half of the mean."""
+        """Returns the time of a step without drafts: the line's value, but at least half of the mean."""
         return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_reqs * self.mean_length)
 
     def max_length(self, is_free: bool) -> int:
-        """Returns the longest draft to try so far, depending on whether drafting is free."""
+        """Returns the longest draft to try now, which depends on whether drafting is free."""
         free = FREE_LONGER if self.num_reqs == 1 else SHARED_FREE_LONGER
         return int(max(self.weight, (free if is_free else LONGER) ** self.weight))
 
@@ -188,11 +191,11 @@ class LoadCosts:
 
     def __init__(self) -> None:
         self.by_load: dict[tuple[int, int], StepCosts] = {}
-        self._num_mixed = 0.0  # steps that read prompts, before the first one that only decoded
+        self._num_mixed = 0.0  # steps with prompts before the first step that only decoded
 
     def counted_ms(self, step_ms: float | None, mixed_ms: float | None) -> float | None:
-        """Returns the time that counts of a step that only decoded, or that read prompts, too. Of the latter it counts
-        from step COLD_STEPS on while there has been none of the former, whose first one replaces the record."""
+        """Returns the time of a step that counts. Steps that also read prompts count from step COLD_STEPS on, until the
+        first step that only decoded, which replaces the record."""
         is_cold = COLD_STEPS <= self._num_mixed < inf
         if step_ms is None:
             self._num_mixed += 1
@@ -203,8 +206,8 @@ class LoadCosts:
         return step_ms
 
     def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
-        """Returns a load's costs. A new load starts with the costs of the nearest number of requests, and among these
-        of the nearest context; None if there are no costs yet."""
+        """Returns the costs of a load, or None if there are no costs yet. A new load starts with the costs of the
+        nearest number of requests, and among these of the nearest context."""
         size, context = load = _load(num_reqs, num_context)
         if load not in self.by_load:
             if not self.by_load:

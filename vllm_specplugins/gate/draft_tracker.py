@@ -17,8 +17,8 @@ USEFUL = [KEPT, ACCEPTED]
 
 
 class DraftTracker:
-    """Tables that grow with the number of requests. `state` is the acceptance model's. `whole` [S, M] holds the length
-    of each stage's part of the newest draft if that part was accepted as a whole, and 0 otherwise."""
+    """Tables that grow with the number of requests. `state` belongs to the acceptance model. `whole` [S, M] has the
+    length of each stage's part of the newest draft if that part was accepted as a whole, and 0 otherwise."""
 
     def __init__(self, num_stages: int, max_num_draft: int, prior_weight: float = HOST_PRIOR_WEIGHT):
         self._prior_weight = prior_weight
@@ -28,7 +28,7 @@ class DraftTracker:
         self._by_place = np.zeros((num_stages, len(KINDS), max_num_draft), np.int64)
         self._by_stage = np.zeros((num_stages, len(SUMS)), np.int64)
         self._lengths = np.zeros((num_stages, max_num_draft + 1), np.int64)
-        self._num_useful = np.zeros(num_stages, np.int64)  # of the counts that were moved
+        self._num_useful = np.zeros(num_stages, np.int64)  # counts that were already moved
 
     def make_room(self, num_rows: int) -> None:
         if num_rows > len(self.whole):
@@ -45,7 +45,7 @@ class DraftTracker:
         return Draft(drafts.token_ids[:, :width], num_draft, logits=dense_logits(drafts, width))
 
     def observe(self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array) -> None:
-        """Counts the outcome of the newest drafts, [R] tokens each, learns from it, and forgets the drafts."""
+        """Counts the outcome of the newest drafts, [R] tokens each, learns from it, and drops the drafts."""
         outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64)
         host.observe(self.state, rows, *outcome, self.whole, self._extended, self._by_place)
 
@@ -70,16 +70,17 @@ class DraftTracker:
         return bool(((num_draft >= min_length) & (num_draft == num_accepted) & (last != stage)).all())
 
     def continued(self, stage: int) -> float:
-        """Returns the mean number of accepted lookup tokens after a draft of this stage that is accepted as a whole."""
+        """Returns the mean number of accepted lookup tokens after a draft of this stage that was accepted as a
+        whole."""
         number, num_tokens = self._extended[stage].tolist()
         return float(num_tokens / (number + 1))
 
     def has_tried(self, stage: int) -> bool:
-        """Returns whether enough first tokens of a stage were tried to outweigh its prior."""
+        """Returns whether the tried first tokens of a stage outweigh its prior."""
         return bool(self.state.shared_tried[stage, 0] >= 2 * HOST_PRIOR_WEIGHT)
 
     def num_useful(self, stage: int) -> int:
-        """Returns the number of a stage's tokens that went to the target, and of those that it accepted, together."""
+        """Returns the sum of a stage's tokens that were sent to the target, and of its accepted tokens."""
         return int(self._num_useful[stage] + self._by_place[stage, USEFUL].sum())
 
     def clear(self, rows: Ints) -> None:

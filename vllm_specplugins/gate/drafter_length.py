@@ -1,5 +1,5 @@
-"""Model Runner V2: chooses the number of tokens that a drafter drafts beside a lookup, for all requests of a step at
-once and before its drafts are known, from the tokens that each is expected to gain. R: requests of a step."""
+"""Model Runner V2: chooses the number of tokens that a drafter drafts in addition to a lookup, for all requests of a
+step, before its drafts are known, from the expected gains of both. R: requests of a step."""
 
 from collections.abc import Sequence
 
@@ -8,26 +8,29 @@ import numpy as np
 from vllm_specplugins.gate.trials import EXPLORE_EVERY, GOOD_ACCEPTANCE, steps_between
 from vllm_specplugins.structures.arrays import Floats
 
-CONTINUED = 3  # accepted tokens of a lookup after a drafter's draft that is accepted as a whole
-FADING = 0.95  # per step, of the mean rate of tokens per ms
-NEW_REPORT = 0.0, GOOD_ACCEPTANCE  # of a request without drafts: what a lookup gains, and a drafter's acceptance rate
+CONTINUED = 3  # mean accepted lookup tokens after a drafter's draft that is accepted as a whole
+FADING = 0.95  # decay per step of the mean rate of tokens per ms
+NEW_REPORT = (
+    0.0,
+    GOOD_ACCEPTANCE,
+)  # of a request without drafts: a lookup's gain, and a drafter's acceptance rate
 
 
 class DrafterLength:
-    """Chooses for steps one after the other, and remembers their rate of tokens per ms."""
+    """Chooses for consecutive steps, and stores their rate of tokens per ms."""
 
     def __init__(self) -> None:
-        self._tokens = self._ms = 0.0  # of a step, faded means
-        self._quiet = 0  # steps since the last draft that is longer than the shortest
+        self._tokens = self._ms = 0.0  # decayed means per step
+        self._quiet = 0  # steps since the last draft longer than the shortest
 
     def choose(self, reports: Floats, lengths: Sequence[int], step_ms: float, saved_ms: float) -> int:
-        """Returns the length with the largest difference between the expected tokens and those that the engine emits in
-        the time of the passes after the shortest length, whose tokens count as none. It also tries the longest one
-        after many steps without, as EXPLORE_SHARE allows.
+        """Returns the length with the largest difference between its expected tokens and the tokens that the engine
+        emits in the time of its passes. The shortest length counts as no pass and no token. From time to time it tries
+        the longest length, as EXPLORE_SHARE allows.
 
         Args:
-            reports: [R, 2], the tokens that a lookup's draft gains, and the acceptance rate of the drafter's tokens.
-            lengths: those to choose from; each adds a pass, or the last one adds all.
+            reports: [R, 2], the gain of a lookup's draft in tokens, and the acceptance rate of the drafter's tokens.
+            lengths: the possible lengths; each adds a pass, or the last one adds all passes.
             step_ms: time of a step with the shortest length; the longest one takes `saved_ms` more.
         """
         gains, powers = reports[:, 0], reports[:, 1, None] ** np.arange(1, lengths[-1] + 1)

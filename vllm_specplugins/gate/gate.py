@@ -27,16 +27,16 @@ from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.arrays import Ints as IntArray
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
-MIN_CALLS = 3  # before which a stage's time may be a hiccup, and does not limit trials
-EMPTY_ANSWERS = 8  # in a row, after which the gate asks a stage on the host only now and then
-ASK_EVERY = 50  # steps, at least, between two of these questions
-RUN_MARGIN = 1.5  # a stage may bring this times its expected gain: a lookup continues its tokens, too
-CUTS, TRIALS, POLLS, SKIPS = range(4)  # for which the gate counts the steps since the last trial, by stage
+MIN_CALLS = 3  # number of calls before which a stage's time may be an outlier, and does not limit trials
+EMPTY_ANSWERS = 8  # number of empty answers in a row after which the gate calls a stage on the host less often
+ASK_EVERY = 50  # fewest steps between two of these calls
+RUN_MARGIN = 1.5  # a stage may gain this multiple of its expected gain, since a lookup also continues its tokens
+CUTS, TRIALS, POLLS, SKIPS = range(4)  # kinds of trials; the gate counts the steps since the last one by stage
 
 
 @dataclass(slots=True)
 class StageRecord:
-    token: UsualMs = field(default_factory=UsualMs)  # to draft one token for each request of the batch
+    token: UsualMs = field(default_factory=UsualMs)  # time to draft one token for each request of the batch
     answer: UsualMs = field(default_factory=UsualMs)  # of a stage on the host
     num_useful: int = 0  # its tokens that went to the target because they pay, or were right, until it was asked last
     num_tried: int = 0  # its tokens in trials
@@ -56,7 +56,7 @@ class Gate:
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         size = num_reqs.bit_length()
-        if size not in self._sizes:  # the first step of a size warms up caches and compilers
+        if size not in self._sizes:  # the first step of a batch size warms up caches and compilers
             self._sizes.add(size)
             return
         self._costs.add(num_reqs, self.num_context, ms, drafting_ms, num_draft, num_emitted)
@@ -78,13 +78,13 @@ class Gate:
         continues: bool,
     ) -> tuple[IntArray, IntArray]:
         """Returns, [R] each, the number of tokens of each draft to keep, and the number that another stage drafts after
-        them. All combinations compete: none, a part or all of a draft's paying prefix, and paying tokens of the stage,
-        which drafts to the same depth for all requests.
+        them. It compares all combinations of a prefix of the draft that pays off, from none to all of it, with tokens
+        of the stage that pay off. The stage drafts to the same depth for all requests.
 
         Args:
-            confidence: [R, K], of the stage's tokens: probabilities, or from 1 on the lengths of matches.
+            confidence: [R, K], confidence in the stage's tokens: probabilities, or from 1 on the lengths of matches.
             max_more, max_draft: [R], limits of the stage's tokens, and of all.
-            continues: whether the stage can continue a draft; else it only begins drafts.
+            continues: whether the stage can continue a draft; otherwise it only begins drafts.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None:
@@ -98,7 +98,7 @@ class Gate:
         return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, TRIALS), ours)
 
     def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
-        """Returns [R], the number of tokens of each draft that pay off."""
+        """Returns the number of tokens of each draft that pay off, [R]."""
         costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
         return none if costs is None else self._best_split(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
 
@@ -127,8 +127,8 @@ class Gate:
         """Returns the number of tokens of a stage that runs for all requests at once, before its draft is known. It has
         the largest difference between RUN_MARGIN times the expected gain beside the given drafts and the number of
         tokens that the engine emits in the time of the passes after the first one, `saved_ms` for all `max_length`. The
-        stage drafts all of them while few of its tokens were tried, and after many steps without any, as EXPLORE_SHARE
-        allows. `max_more` [R] limits its tokens."""
+        stage drafts all tokens while few of its tokens were tried, and after many steps without a draft, as
+        EXPLORE_SHARE allows. `max_more` [R] limits its tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
             return max_length
@@ -144,19 +144,20 @@ class Gate:
         return max_length + 1 - len(gains) + best if best else 0
 
     def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
-        """Returns the break-even rate, and at it the price in tokens of verifying each further draft token, [K]."""
+        """Returns the break-even rate, and the price in tokens of the verification of each further draft token at this
+        rate, [K]."""
         K, rate = self._max_num_draft, costs.break_even_rate(num_reqs)
         return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
 
     def asks(self, stage: int, num_reqs: int) -> bool:
-        """Returns whether to ask a stage on the host. After EMPTY_ANSWERS in a row, the gate asks only as often as
-        ASK_EVERY and EXPLORE_SHARE allow. All ranks call this, since it decides on their trials, too."""
+        """Returns whether to call a stage on the host. After EMPTY_ANSWERS in a row, the gate calls it only as often as
+        ASK_EVERY and EXPLORE_SHARE allow. All ranks call this method, since it also decides on their trials."""
         record, costs = self._stages[stage], self._costs.of(num_reqs, self.num_context)
         num_useful = self._tracker.num_useful(stage) - record.num_tried
         num_empty = record.num_empty * (num_useful <= record.num_useful)
         quiet = self._quiet[stage, POLLS] = self._quiet[stage, POLLS] + 1
         wait = 0.0 if costs is None or num_empty < EMPTY_ANSWERS else steps_between(record.answer.ms, costs.step_ms)
-        if wait > 1 and quiet < max(wait, ASK_EVERY):  # one that takes less than that share is asked in every step
+        if wait > 1 and quiet < max(wait, ASK_EVERY):  # a stage that takes less than that share is called in every step
             return False
         record.num_useful, record.num_empty, self._quiet[stage, POLLS] = num_useful, num_empty + 1, 0
         self._quiet[stage, CUTS] += quiet - 1
@@ -165,8 +166,8 @@ class Gate:
     def _explored(
         self, lengths: IntArray, limits: IntArray, costs: StepCosts, trial: tuple[int, int], stages: IntArray
     ) -> IntArray:
-        """Returns the lengths; in a trial one token of these `stages` [R] for requests that may have tokens and would
-        get none."""
+        """Returns the lengths; in a trial, requests that may have tokens and would get none get one token of these
+        `stages` [R]."""
         is_without = (lengths == 0) & (limits > 0)
         num_without = int(np.count_nonzero(is_without))
         if not num_without:
@@ -201,8 +202,8 @@ def _gains(
     alone: Any,  # [K + 1], written
     after: Any,  # [K + 1], written
 ) -> int:
-    """Returns the number of tokens of a request's draft that pay. `alone` gets the gain of each number of the stage's
-    tokens, `after` their gain together with the draft before them."""
+    """Returns the number of tokens of a request's draft that pay off. It writes to `alone` the gain of each number of
+    the stage's tokens, and to `after` their gain together with the draft before them."""
     survival, gain, length = 1.0, 0.0, 0
     while length < drafts.num_draft[index]:
         prob = accept_prob(state, row, drafts.stage[index, length], drafts.confidence[index, length])
@@ -230,7 +231,7 @@ def _gains_by_length(
     rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, continued: float, state: Any, max_length: int
 ) -> Any:
     """Returns the tokens that a stage is expected to gain beyond the drafts, for all requests, before it drafts: 0 for
-    no token, and then those of each length from 2 on, or from 1 if that is all."""
+    no token, and then the gain of each length from 2 on, or from 1 if K is 1."""
     first, (alone, after) = min(2, max_length), np.empty((2, len(prices) + 1))
     confidence, gains = FIRST_CONFIDENCE + np.arange(len(prices)), np.zeros(max_length + 2 - first)
     for index in range(len(rows)):
@@ -253,11 +254,11 @@ def _split(
     stage: int,
     confidence: Any,  # [R, K], of the stage
     max_more: Any,  # [R]
-    limits: Any,  # [R], tokens up to which the stage may continue drafts, 0 if it only begins drafts
-    prices: Any,  # [K], of verifying each token, in tokens
-    draft_price: float,  # of drafting one more token of the stage for all
+    limits: Any,  # [R], length up to which the stage may continue drafts, 0 if it only begins drafts
+    prices: Any,  # [K], price of verifying each token, in tokens
+    draft_price: float,  # price of drafting one more token of the stage for all
     max_length: int,
-    continued: float,  # accepted tokens of a lookup after a draft of the stage that is accepted whole
+    continued: float,  # mean accepted lookup tokens after a wholly accepted draft of the stage
     state: Any,
     whole: Any,
 ) -> Any:
@@ -281,7 +282,7 @@ def _split(
         while more[index] < depth and gained[more[index] + 1] > gained[more[index]]:
             more[index] += 1
         keep[index] = 0 if is_alone else min(lengths[index], max_length)
-        # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
+        # A wholly accepted draft is followed by a draft twice as long, against any record, since text changes.
         if keep[index] + more[index] == 0:
             if prices[0] < GOOD_ACCEPTANCE:
                 keep[index] = min(2 * int(whole[row, drafts.stage[index, 0]]), drafts.num_draft[index])

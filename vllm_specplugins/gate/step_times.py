@@ -2,11 +2,11 @@
 
     length = argmax of tokens(length) / ms(length)
 
-`ms` is recorded by number of requests and length. An unknown time is guessed from steps with about as many tokens, and
-a longer draft never counts as cheaper than a shorter one. `tokens` is recorded by draft position, since a draft also
-shows the tokens that each shorter one would have gained. From time to time a step tries another length. If every step
-also processes prompts, a step of many requests is weighted by the requests' share of its tokens until a purer step is
-known. The caller measures all times. R: requests, L: lengths.
+`ms` is recorded by number of requests and length. An unknown time is estimated from steps with a similar number of
+tokens, and a longer draft never counts as cheaper than a shorter one. `tokens` is recorded by draft position, since a
+draft also shows the gain of each shorter draft. From time to time a step tries another length. If every step also
+processes prompts, a step of many requests is weighted by the requests' share of its tokens until a purer step is known.
+The caller measures all times. R: requests, L: lengths.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from numba import types
 from vllm_specplugins.kernels.compiled import compiled, inlined
 
 CLIFF = 512  # tokens of the largest step with a CUDA graph in vLLM, by default
-CLIFF_COST = 1.5  # times as long as with a graph, before it is known
-ROOM = 256  # tokens that double the time of a step, before it is known
-DECAY = 0.85  # of the tokens that a place brought, per step that drafts there: text changes
-MODEL_DECAY = 0.97  # beside a tree, which a model drafts: its acceptance changes slowly
-FORGOTTEN = 0.99  # per step that does not draft there
+CLIFF_COST = 1.5  # time relative to a step with a graph, before it is measured
+ROOM = 256  # tokens that double the time of a step, before it is measured
+DECAY = 0.85  # decay of a position's gain per step that drafts there, since text changes
+MODEL_DECAY = 0.97  # the same for a tree, whose model's acceptance changes slowly
+FORGOTTEN = 0.99  # decay per step that does not draft there
 GUESS, GUESS_WEIGHT = 0.75, 0.25  # prior of a token's acceptance probability, and its weight in requests
-WHOLE = 0.95  # acceptance probability of tokens after a draft that was accepted whole
-MAX_SAVED = 4.0  # steps: at most their time is saved up for trials
-TRIAL_EVERY, TRIAL_SHARE = 8, 0.005  # steps between trials, at least, and the share of the time for them, at most
-MAX_DEVIATIONS = 3.0  # standard deviations, beyond which wholly accepted drafts show a new kind of text
-TIE = 0.995  # of the best rate: the longest length above it is chosen, since it shows more
-OUTLIER_RATIO = 3.0  # times the expected time: such a step was held up; times err upwards alone
-MAX_OUTLIERS = 3  # in a row; a fourth one shows that steps have become slower
-UNSURE = 3  # steps, before which a time may be a hiccup
+WHOLE = 0.95  # acceptance probability of tokens after a wholly accepted draft
+MAX_SAVED = 4.0  # largest time to spend on trials, in steps
+TRIAL_EVERY, TRIAL_SHARE = 8, 0.005  # fewest steps between trials, and largest share of the time for them
+MAX_DEVIATIONS = 3.0  # standard deviations above which wholly accepted drafts indicate a new kind of text
+TIE = 0.995  # share of the best rate: the longest length above it is chosen, since it informs more
+OUTLIER_RATIO = 3.0  # times the expected time: such a step is an outlier, since delays only lengthen steps
+MAX_OUTLIERS = 3  # outliers in a row; a fourth one shows that steps have become slower
+UNSURE = 3  # number of steps before which a time may be an outlier
 SHARE = 0.1  # weight of a step in a known time
 NUM_SIZES = 34  # places of size_of
 
@@ -65,10 +65,10 @@ def size_of(num_reqs: int) -> tuple[int, int]:
 
 
 class StepTimes:
-    """Chooses each step's draft length from the records.
+    """Chooses the draft length of each step from the records.
 
     Args:
-        longest_chain: 0; or the length up to which a draft is a chain, where max_num_draft tokens are a tree.
+        longest_chain: 0; or for trees of max_num_draft tokens, the length up to which a draft is a chain.
         cliff: tokens of the largest step with a CUDA graph.
         trims: whether the target verifies only the tokens that pay off; a longer draft of unknown time then counts as
             no slower.
@@ -76,15 +76,19 @@ class StepTimes:
 
     def __init__(self, max_num_draft: int, longest_chain: int = 0, cliff: float = CLIFF, trims: bool = False):
         self.lengths = lengths_up_to(max_num_draft, longest_chain)
-        shape = NUM_SIZES, 2, len(self.lengths)  # by size, whether above the cliff, and length
+        shape = NUM_SIZES, 2, len(self.lengths)  # by size, side of the cliff, and length
         self._times = np.zeros((*shape, 4))  # ms; steps it is from; outliers in a row; ms by mixed steps
-        self._outcomes = np.zeros((len(self.lengths) - 1, 3))  # by stretch, or tree: entered, accepted, whole
+        self._outcomes = np.zeros((len(self.lengths) - 1, 3))  # by stretch, or tree: entered, accepted, wholly accepted
         has_tree = 0 < longest_chain < max_num_draft
         self._shape, self._cliff = np.array([ROOM, cliff, has_tree], float), cliff  # of unknown times
         self._arrays = np.array(self.lengths), self._times, self._outcomes, self._shape
         self.expect(trims)
-        self._follow = 0, 0.0  # the index of the length up to which to go on, and the tokens expected of it
-        self._saved_ms, self._num_steps, self._num_trials = 0.0, 0, 0  # for trials; since the last trial; in all
+        self._follow = 0, 0.0  # index of a length to grow to, and its expected tokens
+        self._saved_ms, self._num_steps, self._num_trials = (
+            0.0,
+            0,
+            0,
+        )  # ms saved for trials; steps since the last one; all steps
 
     def expect(self, trims: bool) -> None:
         self._shape[:2] = (inf, inf) if trims else (ROOM, self._cliff)
@@ -97,8 +101,8 @@ class StepTimes:
         self._follow = _add(num_reqs, at, ms, share, np.array(emitted, np.int64), *self._arrays)
 
     def choose(self, num_reqs: int, num_lengths: int = NUM_SIZES) -> int:
-        """Returns the number of tokens to draft for each request, of the first num_lengths of `lengths`: the best one
-        or, in a trial, another one."""
+        """Returns the number of tokens to draft for each request, among the first num_lengths of `lengths`: the best
+        one, or another one in a trial."""
         limits = num_reqs, min(num_lengths, len(self.lengths)), self._num_trials
         choice: tuple[int, float, int, float] = _choose(*limits, *self._follow, *self._arrays)
         best, best_ms, other, lost_ms = choice
@@ -122,13 +126,13 @@ def _relative_ms(num_tokens: float, shape: Any) -> float:
 
 @inlined
 def _cell_ms(cell: Any) -> float:
-    """Returns the time of steps that only decoded, else of mixed ones; 0: unknown."""
+    """Returns the time of steps that only decoded, otherwise of mixed steps; 0: unknown."""
     return float(cell[0] if cell[1] >= UNSURE else cell[3])
 
 
 @inlined
 def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> float:
-    """Guesses by the known step with the nearest number of tokens, of the same size if there is one."""
+    """Estimates the time from the known step with the nearest number of tokens, of the same size if there is one."""
     tokens, (_, size_place) = num_reqs * (1 + lengths[at]), size_of(num_reqs)
     guess, nearest, has_same = _relative_ms(tokens, shape), inf, False
     for place, is_above, other in np.ndindex(times.shape[:3]):
@@ -189,8 +193,8 @@ def _run(accept_prob: float, length: int) -> float:
 @inlined
 def _survive(tokens: Any, survival: Any, lengths: Any, outcomes: Any, has_tree: bool) -> None:
     """Writes, [L] each, the expected tokens of a request and the probability that its whole draft is accepted. A
-    stretch without a record is as likely as the one before it. A tree, in which tokens do not follow each other, has a
-    record of all its nodes, and begins as good as the longest chain."""
+    stretch without a record has the probability of the previous stretch. A tree, in which tokens do not follow each
+    other, has a record of all its nodes, and starts with the record of the longest chain."""
     tokens[0], survival[0], accept_prob = 1.0, 1.0, GUESS
     for at in range(len(outcomes)):
         places, (entered, accepted, whole) = lengths[at + 1] - lengths[at], outcomes[at]
@@ -213,7 +217,8 @@ def _choose(
     num_reqs: int, num_lengths: int, num_trials: int, up_to: int, follow: float,
     lengths: Any, times: Any, outcomes: Any, shape: Any,
 ) -> tuple[int, float, int, float]:  # fmt: skip
-    """Returns the best of the first lengths, by index, and its ms; one to try, and the ms that the trial loses."""
+    """Returns the index of the best of the first lengths and its ms; and a length to try, with the ms that the trial
+    costs."""
     ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times, shape), np.empty((2, len(lengths)))
     has_tree = shape[2] > 0
     _survive(tokens, survival, lengths, outcomes, has_tree)
@@ -229,7 +234,7 @@ def _choose(
 
 @inlined
 def _add_time(cell: Any, ms: float) -> None:
-    """Adds a time. Times err upwards, so of the first few the least counts."""
+    """Adds a time. Delays only lengthen steps, so the least of the first few times counts."""
     if cell[1] < UNSURE:
         cell[0] = min(cell[0], ms) if cell[1] else ms
         cell[1] += 1
@@ -249,12 +254,12 @@ def _add_time(cell: Any, ms: float) -> None:
 def _add(
     num_reqs: int, at: int, ms: float, share: float, emitted: Any, lengths: Any, times: Any, outcomes: Any, shape: Any
 ) -> tuple[int, float]:
-    """Learns from a step. Where far more drafts were accepted whole than the record says, returns the index of the
-    length up to which the next draft goes on, and the tokens expected of it."""
+    """Learns from a step. If far more drafts were wholly accepted than the record predicts, returns the index of the
+    length up to which the next draft grows, and its expected tokens."""
     cell, has_tree = times[size_of(num_reqs)[1], int(num_reqs * (1 + lengths[at]) > shape[1]), at], shape[2] > 0
     if share == 1 and ms == ms:
         _add_time(cell, ms)
-    elif 2 * num_reqs >= ROOM and ms == ms:  # a step of so many requests takes time by its tokens
+    elif 2 * num_reqs >= ROOM and ms == ms:  # the time of a step with this number of requests depends on its tokens
         cell[3] += (SHARE if cell[3] else 1.0) * (min(share * ms, OUTLIER_RATIO * (cell[3] or inf)) - cell[3])
     if len(emitted) == 0:
         return 0, 0.0

@@ -34,7 +34,7 @@ class FaultBarrier:
 
     @property
     def proposer(self) -> Proposer:
-        """The guarded proposer; an adapter that records a CUDA graph calls it directly."""
+        """Returns the guarded proposer; an adapter that records a CUDA graph calls it directly."""
         return self.guard.proposer
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
@@ -50,7 +50,7 @@ class FaultBarrier:
         self.counters.add_drafts(int(np.count_nonzero(batch.max_num_draft)), Histogram(draft.num_draft.tolist()))
 
     def draft(self, batch: DraftBatch, feedback: Feedback) -> Draft:
-        """Returns valid drafts, and counts their time and faults alone."""
+        """Returns valid drafts, and counts only their time and faults."""
         self.guard.begin_step()
         start = time.perf_counter()
         try:
@@ -80,7 +80,6 @@ class FaultBarrier:
         self.guard.forget(request_ids, texts)
 
     def settle(self) -> None:
-        """Makes the proposer and a cascade's stages forget ended requests now, since no step will follow for a
-        while."""
+        """Makes the proposer and a cascade's stages forget ended requests now, since no step may follow for a while."""
         self.guard.settle()
         stage_of(self.proposer).settle_stages()

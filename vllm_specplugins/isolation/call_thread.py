@@ -1,4 +1,4 @@
-"""Runs the calls of a proposer in a thread, which a caller can abandon."""
+"""Calls a proposer in a thread that the caller can abandon."""
 
 import os
 import sys
@@ -22,14 +22,14 @@ class CallThread:
 
     def __init__(self) -> None:
         self._jobs: _Jobs = SimpleQueue()
-        self._answers: _Answers | None = None  # of the current call alone: a late answer reaches no other call
+        self._answers: _Answers | None = None  # only of the current call, so a late answer reaches no other call
         self._random_numbers = np.random.MT19937()
         threading.Thread(target=_work, args=(self._jobs,), name="specplugins-proposer", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
     @property
     def is_busy(self) -> bool:
-        """Whether an abandoned call has not returned yet."""
+        """Returns whether an abandoned call still runs."""
         return self._answers is not None and self._answers.empty()
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
@@ -78,6 +78,6 @@ def _work(jobs: _Jobs) -> None:
         function, answers = job
         answer = function()
         if os.getpid() != process:
-            os._exit(1)  # the proposer forked: the child must not continue as an engine
+            os._exit(1)  # the proposer forked, and the child must not continue as an engine
         answers.put(answer)
         del job, function, answers, answer  # a batch must not live until the next step

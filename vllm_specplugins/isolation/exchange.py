@@ -19,12 +19,12 @@ _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A read-only copy of a small one-dimensional array."""
+    """Returns a read-only copy of a small one-dimensional array."""
     return np.frombuffer(array.tobytes(), array.dtype)
 
 
 def frozen(value: Any) -> Any:
-    """A read-only copy of a client's value: lists become tuples, dictionaries and arrays become read-only.
+    """Returns a read-only copy of a client's value: lists become tuples, and dictionaries and arrays become read-only.
 
     >>> frozen({"a": [1, {"b": 2}]})
     mappingproxy({'a': (1, mappingproxy({'b': 2}))})
@@ -54,7 +54,7 @@ def for_proposer(batch: DraftBatch) -> DraftBatch:
 
 
 def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -> DraftBatch:
-    """Some requests of a batch for a proposer on the host, without target and offer."""
+    """Returns some requests of a batch for a proposer on the host, without target and offer."""
     token_ids = _views(batch.token_ids)
     return DraftBatch(
         tuple(batch.request_ids[row] for row in rows),
@@ -82,7 +82,7 @@ def draft_of_rows(
     max_num_draft: int,
     vocab_size: int,
 ) -> Draft:
-    """The checked draft of a proposer on the host for some rows of a batch. Raises Nonsense."""
+    """Returns the checked draft of a proposer on the host for some rows of a batch. Raises Nonsense."""
     limits = limits[rows]
     draft = checked_draft(proposer.propose(rows_of(batch, rows.tolist(), limits)), limits, max_num_draft, vocab_size)
     return spread(draft, rows, batch.num_reqs, max_num_draft)
@@ -104,10 +104,10 @@ class Nonsense(Exception):
 
 
 class NotFinite(Nonsense):
-    """`num_tokens` tokens were drawn from logits that form no distribution."""
+    """`num_tokens` tokens were sampled from logits that form no distribution."""
 
     def __init__(self, num_tokens: int):
-        super().__init__("logits with NaN or infinity, or none that a token could be drawn from")
+        super().__init__("its logits have NaN or infinity, or allow no token")
         self.num_tokens = num_tokens
 
 
@@ -119,13 +119,13 @@ def checked_draft(
     runs_target: bool = False,
 ) -> Draft:
     """Returns a copy of the draft after checking types, shapes and values; `draft` may be anything. A proposer that
-    runs the target is one of ours, and its tensors pass unread, since reading them would wait for the device.
+    runs the target is a class of this package. Its tensors are not read, since reading them would wait for the device.
 
     Raises:
         Nonsense: a field differs from draft.Draft in type, dtype or shape, or has a value out of range.
     """
     if type(draft) is not Draft:
-        raise Nonsense(f"a {type(draft).__name__}, expected a Draft")
+        raise Nonsense(f"it is a {type(draft).__name__}, expected a Draft")
     num_reqs = len(limits)
     fields: list[Any] = [getattr(draft, name, None) for name in Draft.__slots__]
     token_ids, num_draft, confidence, logits = fields

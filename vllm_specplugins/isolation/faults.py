@@ -22,14 +22,14 @@ LONGEST_CAUSE = 300  # characters of an exception in the log
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
 CHARGED = "charged to a request"
-NOT_FINITE = "drew from logits that are not finite"  # counted in tokens, the others in steps
+NOT_FINITE = "drew from logits that are not finite"  # counted in tokens; the other causes are counted in steps
 CAUSES = (RAISED, HANGS, NONSENSE, SLOW, CHARGED, NOT_FINITE)
 DID = {  # words for the log and for `check`; the causes are labels of a metric
     RAISED: "raised an exception",
     HANGS: "did not answer in time",
     NONSENSE: "returned an invalid draft",
     SLOW: "was too slow",
-    CHARGED: "raised an exception at the options of a request",
+    CHARGED: "raised an exception for the options of a request",
     NOT_FINITE: NOT_FINITE,
 }
 
@@ -44,7 +44,7 @@ FaultCounters = Counters | StageCounters
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, and the request that caused it, if the proposer names one."""
+    """A fault, and the request that caused it, if the proposer names one."""
 
     kind: str
     cause: str
@@ -65,11 +65,11 @@ class CircuitBreaker:
     _off_until: float = 0.0
 
     def is_off(self) -> bool:
-        """Whether the proposer is switched off; closes the circuit breaker when its pause is over."""
+        """Returns whether the proposer is switched off, and closes the circuit breaker when its pause is over."""
         if self.health.switched_off and self.clock() >= self._off_until:
             self.health.switched_off = False
             self._on_since = self.clock()
-            _warn("%s: the circuit breaker closes after %.0f s; it drafts again.", self.name, self.health.pause_s)
+            _warn("%s: the circuit breaker closes after %.0f s, and drafting resumes.", self.name, self.health.pause_s)
         return self.health.switched_off
 
     def record(self, fault: Fault, charged_to: Sequence[str]) -> None:
@@ -96,7 +96,7 @@ class CircuitBreaker:
         health.times_switched_off += 1
         self._off_until = now + health.pause_s
         _warn(
-            "%s failed %d times within %d steps: the circuit breaker opens for %.0f s. Requests continue undrafted.",
+            "%s failed %d times in %d steps: the circuit breaker opens for %.0f s. Requests continue without drafts.",
             self.name,
             MAX_FAULTS,
             FAULT_WINDOW,
@@ -119,20 +119,20 @@ def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
 
 
 def _place(error: BaseException) -> str:
-    """The line of the proposer's file that raised, or that called what raised."""
+    """Returns the line of the proposer's file that raised, or that called the code that raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGE)]
     lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
     return f", at {Path(frames[0].filename).name}:{lines[-1]}" if frames else ""
 
 
 def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
-    """The request that a RequestFault names. The proposer may have set the attribute to anything."""
+    """Returns the request that a RequestFault names. The proposer may have set the attribute to any value."""
     request_id = vars(error).get("request_id") if isinstance(error, RequestFault) else None
     return request_id if type(request_id) is str and request_id in request_ids else None
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception as one line for the log. Its `__str__` is the proposer's code and may raise."""
+    """Returns an exception as one line for the log. Its `__str__` is code of the proposer and may raise."""
     try:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(TRACEBACK, "".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""A guard calls one proposer, alone or as a stage of a cascade. It turns exceptions, late answers and invalid answers
+"""Calls one proposer, alone or as a stage of a cascade. The guard turns exceptions, late answers and invalid answers
 into missing drafts. Repeated faults switch the proposer off for a while. If a request caused the fault, only that
 request loses its drafts."""
 
@@ -20,7 +20,7 @@ from vllm_specplugins.isolation.histories import Histories
 from vllm_specplugins.request_options import SETTINGS
 
 NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
-MAX_ENDS = 256  # texts that wait for a proposer that is switched off
+MAX_ENDS = 256  # most texts that wait for a proposer that is switched off
 Texts = Mapping[str, Int32Array]  # whole texts of ended requests, by id
 NO_TEXTS: Texts = {}
 T = TypeVar("T")
@@ -57,12 +57,13 @@ class Guard:
         self._left_ms = budget_ms or 0.0  # that remain of this step
         self._thread = CallThread() if in_thread else None
         self._ends_process = ends_process
-        # The memory that a class of others sees.
+        # The memory that a class of another package sees.
         self._histories = None if type(proposer).__module__.startswith("vllm_specplugins.") else Histories()
         self._known: set[str] = set()  # requests that the proposer has seen
         self._to_forget: list[str] = []  # seen requests that have ended
         self.reads_ends: bool = getattr(proposer, "reads_ends", callable(getattr(proposer, "finish", None)))
-        self._ends = deque[tuple[str, Int32Array]](maxlen=MAX_ENDS)  # their texts, for a proposer that has `finish`
+        self._tenants: dict[str, bytes] = {}  # of the known requests, for `finish`
+        self._ends = deque[tuple[str, Int32Array, bytes]](maxlen=MAX_ENDS)  # arguments of `finish`
         self._set_aside: set[str] = set()  # requests that caused a fault
         self._feedback: Feedback | None = None  # not yet passed to the proposer
         self._started: tuple[DraftBatch, Callable[[], None], float] | None = None  # by `start`: batch, clean-up, time
@@ -76,7 +77,7 @@ class Guard:
         self._feedback = feedback_for_proposer(feedback)
 
     def forget(self, request_ids: Sequence[str], texts: Texts = NO_TEXTS) -> None:
-        """Makes the proposer finish and forget these requests, if it has seen them, before its next call."""
+        """Makes the proposer finish and forget these requests before its next call, if it has seen them."""
         for request_id in request_ids if self.reads_ends else ():
             if request_id in texts:
                 self.end(request_id, texts[request_id])
@@ -84,32 +85,34 @@ class Guard:
             self._histories.forget(request_ids)
         self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
         self._known.difference_update(request_ids)
+        for request_id in request_ids if self._tenants else ():
+            self._tenants.pop(request_id, None)
         self._set_aside.difference_update(request_ids)
 
     def end(self, request_id: str, token_ids: Int32Array) -> None:
-        """Keeps the whole text of an ended request for the proposer's next call."""
+        """Stores the whole text of an ended request for the proposer's next call."""
         if self.reads_ends and request_id in self._known:
-            self._ends.append((request_id, token_ids.copy()))
+            self._ends.append((request_id, token_ids.copy(), self._tenants.get(request_id, b"")))
 
     @property
     def has_to_forget(self) -> bool:
         return bool(self._to_forget)
 
     def settle(self) -> None:
-        """Makes the proposer forget ended requests now, since no step will follow for a while."""
+        """Makes the proposer forget ended requests now, since no step may follow for a while."""
         self.take(self._budget_s)
         if self._to_forget:
             self.begin_step()
             self.call(NO_REQUESTS, lambda: None)
 
     def may_draft(self, request_ids: Sequence[str]) -> list[bool] | None:
-        """Whether each request may have a draft; None if all may."""
+        """Returns whether each request may have a draft; None if all may."""
         if self._set_aside.isdisjoint(request_ids):
             return None
         return [request_id not in self._set_aside for request_id in request_ids]
 
     def shown(self, batch: DraftBatch, rows: Sequence[int]) -> DraftBatch:
-        """Returns a batch whose arrays a class of others may write to, with the data of these rows alone."""
+        """Returns a batch with the data of only these rows; a class of another package may write to its arrays."""
         return batch if self._histories is None else self._histories.batch(batch, rows)
 
     def call(self, batch: DraftBatch, work: Callable[[], T]) -> T | None:
@@ -133,7 +136,7 @@ class Guard:
         self._thread.start(lambda: attempt(turn, batch.request_ids))
 
     def take(self, timeout_s: float = 0.0) -> Any:
-        """The result of `start`; None if it failed or has not returned after `timeout_s`."""
+        """Returns the result of `start`; None if the call failed or has not returned after `timeout_s`."""
         if self._started is None or self._thread is None:
             return None
         batch, settled, began = self._started
@@ -148,8 +151,11 @@ class Guard:
         return self._result(outcome, batch, settled)
 
     def _turn(self, batch: DraftBatch, work: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
-        """Returns a function that passes on pending news and then does the work, and a clean-up to call after it."""
+        """Returns a function that delivers pending feedback and ended requests and then does the work, and a clean-up
+        to call afterwards."""
         self._known.update(batch.request_ids)
+        if self.reads_ends:
+            self._tenants.update(zip(batch.request_ids, batch.tenants, strict=True))
         to_forget, feedback, self._feedback = tuple(self._to_forget), self._feedback, None
         has_forgotten = threading.Event()
 
@@ -212,8 +218,9 @@ class Guard:
         return outcome
 
     def _to_blame(self, fault: Fault, batch: DraftBatch) -> list[str]:
-        """The requests to charge: the one that the proposer names, else all with options for a custom proposer. If the
-        proposer fails without those, too, its next faults count. Proposers in the engine's thread read no options."""
+        """Returns the requests to charge: the request that the proposer names, otherwise all requests with options for
+        a custom proposer. If the proposer also fails without them, its next faults count. Proposers in the engine's
+        thread read no options."""
         if self._thread is None:
             return []
         options = zip(batch.request_ids, batch.options, strict=True)
@@ -227,9 +234,9 @@ class Guard:
 
 
 def end_all_ranks(name: str, fault: Fault) -> None:
-    """Ends this process, and so all ranks, after a fault of a proposer that each of them runs."""
+    """Ends this process, and thereby all ranks, after a fault of a proposer that every rank runs."""
     cause = name, DID[fault.kind], fault.cause
-    with suppress(BaseException):  # a filter of the proposer may raise
+    with suppress(BaseException):  # a log filter of the proposer may raise
         logger.error("%s %s (%s) on one of several ranks. The engine stops: all ranks must draft alike.", *cause)
     os._exit(1)  # an orderly exit would wait for the other ranks
 

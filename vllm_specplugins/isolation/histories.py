@@ -1,4 +1,4 @@
-"""The arrays of a batch in memory that belongs to one proposer. A class of others may write to them, since torch,
+"""Copies the arrays of a batch to memory of one proposer. A class of another package may write to them, since torch,
 `ufunc.at` and the array interface ignore NumPy's read-only flag."""
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from vllm_specplugins.structures.arrays import Views, view
 
 
 class Histories:
-    """Copies of the tokens of requests, to which each step adds the newest ones, and of their options."""
+    """Copies of the tokens and options of requests; each step adds the newest tokens."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, tuple[Int32Array, int]] = {}  # with room for more, and the number of tokens
+        self._texts: dict[str, tuple[Int32Array, int]] = {}  # an array with free space, and the number of tokens
         self._options: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}  # the engine's, and the copy
 
     def batch(self, batch: DraftBatch, rows: Sequence[int]) -> DraftBatch:
@@ -38,7 +38,9 @@ class Histories:
         num_tokens = len(token_ids)
         if num_tokens > len(text):
             text, num_copied = np.empty(2 * num_tokens, np.int32), 0
-        if not np.array_equal(text[:num_copied], token_ids[:num_copied]):  # the engine took tokens back, or one wrote
+        if not np.array_equal(
+            text[:num_copied], token_ids[:num_copied]
+        ):  # the engine removed tokens, or the proposer wrote to the copy
             num_copied = 0
         text[num_copied:num_tokens] = token_ids[num_copied:]
         self._texts[request_id] = text, num_tokens

@@ -2,10 +2,10 @@
 
 "greedy" takes the likeliest token. The others draw under the request's temperature, top-k, top-p and min-p
 (kernels/rejection/drafts.py). "coupled" draws with the noise of verification, so q is one-hot; if that noise is
-unknown, it is greedy. "probabilistic" draws with separate noise, from logits that are q. Nothing here waits for the
-device or branches on its values, so an adapter may record a draft in a CUDA graph.
+unknown, "coupled" is greedy. "probabilistic" draws with separate noise, and its logits are q. No code here waits for
+the device or branches on its values, so an adapter may record a draft in a CUDA graph.
 
-R: requests, N: rows (equally many of each request), H: hidden size, V: vocabulary, K: num_speculative_tokens.
+R: requests, N: rows (the same number for each request), H: hidden size, V: vocabulary, K: num_speculative_tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,12 +23,12 @@ from vllm_specplugins.structures.arrays import Ints
 from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, columns, nothing
 from vllm_specplugins.target import Target
 
-OnLogits = Callable[[int, torch.Tensor], None]  # gets each step's logits [R, V]
-LARGEST_PROB = 1 - 16.0**-2  # a head is trusted no further: its acceptance probability is learned as of a match of 16
+OnLogits = Callable[[int, torch.Tensor], None]  # receives each step's logits [R, V]
+LARGEST_PROB = 1 - 16.0**-2  # upper bound of a head's probability, which is rated like a match of 16 tokens
 
 
 class Prefix(NamedTuple):
-    """The draft tokens before each row's next token, which is at `positions` [N] int64. `drafts` is [N, T]; edits of
+    """The draft tokens before each row's next token, whose place is `positions` [N] int64. `drafts` is [N, T]; edits of
     the logits count its first `counts` [N] tokens (None: T)."""
 
     positions: torch.Tensor
@@ -38,7 +38,7 @@ class Prefix(NamedTuple):
 
 class Chosen(NamedTuple):
     """The next token of each row: ids [N] int; logits [N, V] of q if the tokens are "probabilistic"; and, on request,
-    [N] float32, the largest probability before any limit cuts."""
+    the largest probability before any filter, [N] float32."""
 
     next_ids: torch.Tensor
     q_logits: torch.Tensor | None = None
@@ -70,9 +70,9 @@ class Steps:
 
 
 class ModelProposer(StageProposer):
-    """Drafts with a part of the target, without state for requests."""
+    """Drafts with a part of the target; it has no state for requests."""
 
-    continues_drafts = False  # whether it can be fed tokens; otherwise it needs the target's last state
+    continues_drafts = False  # whether it can read draft tokens; otherwise it needs the target's last state
 
     def __init__(self, config: Any, context: ProposerContext):
         self.config, self.max_num_draft = config, context.max_num_draft
@@ -80,16 +80,16 @@ class ModelProposer(StageProposer):
         self.is_greedy, self.is_coupled = method == "greedy", method == "coupled"
         self.is_one_hot = self.is_greedy or self.is_coupled
         self.set_max_model_len(context.max_model_len)
-        self.head: Any = None  # a trained one; None: the target's
+        self.head: Any = None  # a trained head; None: the head of the target
         self.part: Any = None  # the trained part
         self.training: Any = None  # trains the part while it serves; the engine sets it
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Sets the longest request. Tokens past its end are read at its last position."""
+        """Sets the length of the longest request. Tokens after its end are read at its last position."""
         self.max_position = max_model_len - 1
 
     def close(self) -> None:
-        """Ends the part's training, if any, and saves the weights."""
+        """Ends training, if the part learns, and saves the weights."""
         if self.training is not None:
             self.training.close()
 
@@ -97,7 +97,7 @@ class ModelProposer(StageProposer):
         return () if self.training is None else self.training.series()
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Drafts K tokens; a request near the end of its context gets fewer."""
+        """Drafts K tokens for each request, and fewer near the end of its context."""
         assert batch.target is not None
         draft = self.draft_steps(batch.target, int(batch.max_num_draft.max(initial=0)))
         return replace(draft, num_draft=batch.max_num_draft)
@@ -112,7 +112,7 @@ class ModelProposer(StageProposer):
         if num_steps == 0:
             return drafts
         assert batch.target is not None
-        # Rows that want nothing start at their newest token: after it no slot is read that was not written.
+        # Rows that want no token start at their newest token: every slot up to it has been written.
         lengths = NO_COUNTS if prefix is None else prefix.num_draft * (limits > 0)
         if prefix is not None and (longest := max(lengths.tolist(), default=0)):
             begun, device = np.ascontiguousarray(prefix.token_ids[:, :longest]), batch.target.num_tokens.device
@@ -160,25 +160,27 @@ class ModelProposer(StageProposer):
         return steps.draft
 
     def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Draft:
-        """Drafts after the first `num_begun` [R] int64 tokens of `begun` [R, T]; see `continues_drafts`."""
+        """Drafts after the first `num_begun` [R] int64 tokens of `begun` [R, T] (see `continues_drafts`)."""
         raise NotImplementedError
 
     def one_pass(self, target: Target, num_steps: int) -> Sequence[torch.Tensor] | None:
-        """Each step's logits [R, V], if one pass computes all of them; None: `run_layers` runs for each step."""
+        """Returns each step's logits [R, V], if one pass computes all of them; None: `run_layers` runs for each
+        step."""
         return None
 
     def num_fed(self, num_steps: int) -> int:
-        """The number of tokens of a request that one pass of the target's layers reads."""
+        """Returns the number of tokens of a request that one pass of the target's layers reads."""
         return 1
 
     def run_layers(
         self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        """States [R, H] for the head, of tokens [R] at these positions; `states` belong to the previous tokens."""
+        """Returns states [R, H] for the head, of tokens [R] at these positions; `states` are those of the previous
+        tokens."""
         raise NotImplementedError
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] of states [N, H]."""
+        """Returns logits [N, V] of states [N, H]."""
         logits: torch.Tensor = (target.forward if self.head is None else self.head).logits(states)
         return logits
 
@@ -190,14 +192,14 @@ class ModelProposer(StageProposer):
         rates: bool = False,
         needs_logits: bool = False,
     ) -> tuple[Chosen, torch.Tensor | None]:
-        """The tokens after states [N, H], and all logits [N, V] if the target needs to compute them."""
+        """Returns the tokens after states [N, H], and all logits [N, V] if their computation is necessary."""
         if self.head is None and self.is_greedy and target.edit is None and not (rates or needs_logits):
             return Chosen(target.forward.argmax(states)), None
         logits = self.logits(target, states)
         return self.sample(target, logits, prefix, rates), logits
 
     def sample(self, target: Target, logits: torch.Tensor, prefix: Prefix, rates: bool = False) -> Chosen:
-        """The tokens for logits [N, V]."""
+        """Returns the tokens for logits [N, V]."""
         positions, drafts, counts = prefix
         if target.edit is not None:
             logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)

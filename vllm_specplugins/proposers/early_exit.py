@@ -1,7 +1,7 @@
 """Early exit: some of the target's layers and a head draft, on the target's paged KV cache. This is self-speculative
 decoding: Zhang et al. 2023, "Draft & Verify", skip layers; Elhoushi et al. 2024, "LayerSkip", run the first layers.
 Verification by all layers overwrites the keys and values of drafts. The head is the target's final norm and head, or a
-trained one. R: requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
+trained head. R: requests, T: tokens of each, V: vocabulary, K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from vllm_specplugins.target import Target, TargetSizes
 
 
 class EarlyExit(ModelProposer):
-    watch: Any = None  # its `put` gets the tokens of each step, their positions and states; the engine sets it
+    watch: Any = None  # its `put` receives the tokens of each step, their positions and states; the engine sets it
     _ahead: LookAhead | None = None
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
@@ -32,7 +32,7 @@ class EarlyExit(ModelProposer):
             self.part = self.head = ExitHead.load(config.exit_head, context.device, context.dtype)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Also runs a pass over the drafts of other stages, as in a cascade."""
+        """Also runs a pass over drafts of other stages, as in a cascade."""
         assert batch.target is not None
         longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
         self.next_tokens(batch.target, longest, longest, longest, np.zeros(batch.num_reqs, np.int64))
@@ -100,7 +100,7 @@ class EarlyExit(ModelProposer):
 
 
 def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
-    """Raises ConfigError unless the target has the layers, and the parts were trained for them."""
+    """Raises ConfigError unless the target has the layers and the parts were trained for them."""
     if config.layers is not None and config.layers[-1] >= sizes.num_layers:
         raise ConfigError(
             f"early_exit: layers must be from 0 to {sizes.num_layers - 1}, the last layer of this model, "

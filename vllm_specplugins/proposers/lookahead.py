@@ -1,12 +1,12 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"): the
-target's pass itself makes the n-grams that later steps verify, so no drafter is needed.
+target's pass generates the n-grams that later steps verify, so no drafter is needed.
 
 A draft is a tree that consists of a window and of guesses: n-grams from a pool that begin with the newest token. Level
 0 of the window is a chain after the newest token, which is its column 0. Level i, column j is the child of level i - 1,
 column j. The tokens that the target draws after the last level complete W n-grams for the pool, and become the last
-level of the next window. The pool also holds n-grams of the request's text. All tables are tensors by slot, so nothing
-waits for the device. R: rows, W: columns of the window, N: tokens of an n-gram, G: guesses, K: nodes of a tree without
-its root.
+level of the next window. The pool also contains n-grams of the request's text. All tables are tensors by slot, so no
+step waits for the device. R: rows, W: columns of the window, N: tokens of an n-gram, G: guesses, K: nodes of a tree
+without its root.
 """
 
 import torch
@@ -16,11 +16,11 @@ from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.proposers.tree import Tree
 
 NO_TOKEN = -1
-POOL = 1024  # n-grams of a request; 32 KB where N is 4
+POOL = 1024  # n-grams of a request; 32 KB for N = 4
 
 
 def num_copied(num_draft: torch.Tensor, match_length: torch.Tensor) -> torch.Tensor:
-    """The number of tokens of a lookup's draft before the window, [R]: a longer match gets more of them."""
+    """Returns the number of tokens of a lookup's draft before the window, [R]; it rises with the match length."""
     return num_draft.minimum((4 * match_length).to(num_draft.dtype))
 
 
@@ -32,7 +32,7 @@ class Lookahead(Proposer):
         self.num_nodes, self.num_window = config.num_nodes, config.num_window
         num_slots, device = context.max_num_reqs + 1, context.device
         self._window = torch.zeros(num_slots, self.ngram - 1, self.width, dtype=torch.int64, device=device)
-        # The last n-gram is none: rows write there what they do not put into the pool.
+        # The last entry is no n-gram: rows write data there that does not belong into the pool.
         self._pool = torch.full((num_slots, POOL + 1, self.ngram), NO_TOKEN, device=device)
         self._oldest = torch.zeros(num_slots, dtype=torch.int64, device=device)  # place in the pool
         places = torch.arange(self.num_window + 1, device=device).view(-1, self.width)  # of the root, then of nodes
@@ -41,11 +41,11 @@ class Lookahead(Proposer):
         self._nodes = torch.arange(self.num_nodes, device=device)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Drafts nothing, since only a tree in the target's pass has a window."""
+        """Drafts no token, since only a tree in the target's pass has a window."""
         return Draft.empty(batch.num_reqs)
 
     def start(self, slot: int, token_ids: torch.Tensor) -> None:
-        """Begins a request with the n-grams of its text, token ids [T] int64 with T > 0."""
+        """Starts a request with the n-grams of its text, token ids [T] int64 with T > 0."""
         text, window = token_ids[-POOL - self.ngram + 1 :], self._window[slot]
         self._pool[slot].fill_(NO_TOKEN)
         self._oldest[slot].fill_(0)  # an assignment would wait for the device
@@ -58,10 +58,11 @@ class Lookahead(Proposer):
         self,
         slots: torch.Tensor,  # [R] int64
         newest: torch.Tensor,  # [R] int64, the newest tokens
-        # A chain [R, L] int, and the number of its tokens [R] int; the tree fills what it leaves free.
+        # A chain [R, L] int, and the number of its tokens [R] int; the tree fills the remaining nodes.
         chain: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Tree, torch.Tensor]:
-        """A tree of each request, and the number of its nodes before the window, [R] int64: all if it has no window."""
+        """Returns a tree for each request, and the number of its nodes before the window, [R] int64. Without a window
+        all nodes count."""
         self._window[slots, 0, 0] = newest
         window, (guesses, above, _) = self._window[slots].flatten(1)[:, 1:], self._guesses(slots, newest)
         first, num_first = (window, slots * 0) if chain is None else (chain[0].long(), chain[1].long())
@@ -81,19 +82,20 @@ class Lookahead(Proposer):
         return Tree(token_ids, parents, self._nodes < num_first[:, None]), begin
 
     def newest_guess(self, slots: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The newest guess [R, N - 1] int64, which rows without a tree draft, and whether there is one, [R] bool."""
+        """Returns the newest guess [R, N - 1] int64, which rows without a tree draft, and whether there is one, [R]
+        bool."""
         guesses, _, has_guess = self._guesses(slots, newest)
         return guesses[:, : self.ngram - 1], has_guess
 
     def _guesses(self, slots: torch.Tensor, newest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens and parents [R, G * (N - 1)] of the newest n-grams that begin with the newest token, and whether there
-        is one. Guesses that begin alike share nodes, which are those of the first one."""
+        """Returns the tokens and parents [R, G * (N - 1)] of the newest n-grams that begin with the newest token, and
+        whether there is one. Guesses with the same beginning share the nodes of the first of them."""
         pool, rows = self._pool[slots], torch.arange(len(slots), device=slots.device)[:, None]
         age = (self._ages - self._oldest[slots, None]) % POOL + 1
         newness, places = torch.where(pool[..., 0] == newest[:, None], age, 0).topk(self._num_guesses, dim=1)
         tokens = pool[rows, places, 1:].masked_fill((newness == 0)[..., None], 0)
         alike = (tokens[:, :, None] == tokens[:, None]).int().cumprod(dim=3)  # [R, G, G, N - 1]
-        first = alike.argmax(dim=2)  # [R, G, N - 1], the first guess that begins so
+        first = alike.argmax(dim=2)  # [R, G, N - 1], the first guess with this beginning
         above = torch.where(self._levels > 0, first.roll(1, dims=2) * len(self._levels) + self._levels, 0)
         return tokens.flatten(1), above.flatten(1), newness[:, 0] > 0
 
@@ -111,7 +113,7 @@ class Lookahead(Proposer):
         self._put(slots, newest.unfold(1, self.ngram, 1), is_new)
 
     def _put(self, slots: torch.Tensor, ngrams: torch.Tensor, is_new: torch.Tensor) -> None:
-        """Puts n-grams [R, M, N] with `is_new` [R, M] into the pools, where the same ones are gone then."""
+        """Adds n-grams [R, M, N] with `is_new` [R, M] to the pools, and removes older equal ones."""
         pool, rows = self._pool[slots], torch.arange(len(slots), device=slots.device)[:, None]
         is_known = ((pool[:, None] == ngrams[:, :, None]).all(dim=3) & is_new[..., None]).any(dim=1)
         pool[..., 0] = pool[..., 0].masked_fill(is_known, NO_TOKEN)

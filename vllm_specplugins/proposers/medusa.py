@@ -21,7 +21,7 @@ from vllm_specplugins.target import Target, TargetSizes
 class Medusa(ModelProposer):
     def __init__(self, config: MedusaConfig, context: ProposerContext):
         super().__init__(config, context)
-        # A stage may have fewer heads than a cascade drafts tokens.
+        # A stage may have fewer heads than the cascade's K.
         self._num_heads = min(context.max_num_draft, num_heads(config.heads))
         dtype = context.dtype or torch.float32
         self.part = MedusaHeads.load(config.heads, self._num_heads, context.vocab_size, context.device, dtype)

@@ -21,8 +21,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class Lookup(StageProposer):
-    """Copies from texts and continues drafts. It needs no feedback, since the next histories contain the accepted
-    tokens."""
+    """Copies tokens from texts and continues drafts. It needs no feedback, since the next histories contain the
+    accepted tokens."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         drafts = self.draft(batch, None, batch.max_num_draft.astype(np.int64))
@@ -44,7 +44,7 @@ class PromptLookup(Lookup):
         self._ngrams = config.min_ngram, config.max_ngram
         self._max_num_draft = context.max_num_draft
         self._rows, self._newest_rows = SlotTable(), NO_COUNTS
-        self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row that is 0 is new
+        self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row of zeros is new
         self._references: dict[int, Int32Array] = {}  # by row
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
@@ -69,16 +69,16 @@ class PromptLookup(Lookup):
         yield "store_bytes", (), self.num_bytes()
 
     def rows_of(self, batch: DraftBatch) -> Ints:
-        """[num_reqs] rows of these requests."""
+        """Returns the rows of these requests, [num_reqs]."""
         rows = self._rows.of(batch.request_ids)
-        if rows is not self._newest_rows:  # not the requests of the last step
+        if rows is not self._newest_rows:  # the requests differ from the last step
             self._newest_rows, self._known = rows, with_room(self._known, self._rows.num_rows)
             for index in np.flatnonzero(self._known[rows, TEXT] == 0).tolist():
                 self._begin(rows.item(index), batch.options[index])
         return rows
 
     def _begin(self, row: int, options: Mapping[str, Any]) -> None:
-        """Ignores a reference that is no list of token ids."""
+        """Starts new requests, and ignores a reference that is no list of token ids."""
         self._known[row] = NO_MATCH, NO_MATCH, 0, 0
         with suppress(TypeError, ValueError, OverflowError):
             text = np.ascontiguousarray(options.get("reference", ()), np.int32).ravel()

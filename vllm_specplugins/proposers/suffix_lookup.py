@@ -1,9 +1,9 @@
-"""Suffix lookup: prompt lookup, plus the commonest continuation of the longest match in earlier outputs.
+"""Suffix lookup: prompt lookup, and the most frequent continuation of the longest match in earlier outputs.
 
 Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of its prompt, enters the store of its tenant
-when the request ends or is preempted; a lookup never searches other tenants' outputs. Texts enter in pieces of work,
-not of time, so that all ranks do the same. Compiled code releases Python's global lock, so a reset waits for a call
-that the engine has abandoned; the work of that call is bounded.
+when the request ends or is preempted; a lookup never searches other tenants' outputs. Each step enters texts up to an
+amount of work, not of time, so all ranks do the same. Compiled code releases the GIL, so a reset waits for a call that
+the engine has abandoned; the work of that call is bounded.
 """
 
 import logging
@@ -31,12 +31,12 @@ from vllm_specplugins.structures.suffix.store_saver import StoreSaver
 
 logger = logging.getLogger("vllm.specplugins")
 
-STORE_WORK = 2_000  # table accesses of a step, for outputs that enter the store
-SHARED_WORK = 250  # the same for another engine's outputs alone
-MAX_NEW = 256  # tokens since the last step; a history with more is another text
-NUM_PROMPT_TOKENS = 8  # the end of a prompt, which enters the store with the output
-FILE_ROOMS = 2  # a file may be so many times the store's tokens, since short texts take more bytes in it
-OUTPUT_SHARE = 16  # unfinished outputs may take this part of the store's memory, in addition
+STORE_WORK = 2_000  # table accesses per step, for outputs that enter the store
+SHARED_WORK = 250  # table accesses per step, for outputs of other engines
+MAX_NEW = 256  # most new tokens since the last step; a history with more is a new text
+NUM_PROMPT_TOKENS = 8  # last tokens of the prompt that enter the store with the output
+FILE_ROOMS = 2  # largest size of a file relative to the store's tokens, since short texts take more bytes in a file
+OUTPUT_SHARE = 16  # unfinished outputs may take 1 / 16 of the store's memory in addition
 Ints = npt.NDArray[np.int64]
 
 
@@ -52,7 +52,7 @@ class SuffixLookup(Lookup):
     """Request options: `reference`, as prompt lookup's; `learn`, whether the output enters the store; `tenant`, bytes,
     of the store (the engine derives it from the request's `cache_salt`)."""
 
-    searches_requests: bool = True  # False: the device searches requests' texts, and this the store alone
+    searches_requests: bool = True  # False: the device searches requests' texts, and this class only the store
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
         self._max_num_draft = context.max_num_draft
@@ -61,14 +61,14 @@ class SuffixLookup(Lookup):
         self._max_output_bytes, self._output_bytes = config.store_bytes // OUTPUT_SHARE, 0
         self._requests: dict[str, _Request] = {}
         self._work = STORE_WORK
-        self._lock = RLock()  # for reads and changes of the store
+        self._lock = RLock()  # held for reads and changes of the store
         self._saver: StoreSaver | None = None
         self._shared: SharedTexts | None = None
         if config.store_path is not None or config.shared is not None:
             self._load(config, context)
 
     def _load(self, config: SuffixLookupConfig, context: ProposerContext) -> None:
-        """Enters the texts of this engine's file and of the server. Rank 0 alone reads, saves and publishes them."""
+        """Enters the texts of this engine's file and of the server. Only rank 0 reads, saves and publishes texts."""
         saver, shared, texts = None, None, []
         if context.file_suffix is not None:
             mark = fingerprint(context.tokenize, context.vocab_size)
@@ -122,7 +122,7 @@ class SuffixLookup(Lookup):
             return either(stored[1] > 0, of_stage(0, *stored), texts)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops the texts of these requests; their outputs enter the store in this order."""
+        """Drops the texts of these requests. Their outputs enter the store in this order."""
         with self._lock:
             self._texts.forget(request_ids)
             for request_id in request_ids:
@@ -155,7 +155,7 @@ class SuffixLookup(Lookup):
         }
 
     def _exchanges(self) -> dict[str, int]:
-        """Counts of texts that engines share; empty where they share none."""
+        """Returns counts of texts that engines share; empty if they share none."""
         return {} if self._shared is None else self._shared.counts
 
     def reset_store(self) -> None:
@@ -184,7 +184,7 @@ class SuffixLookup(Lookup):
         tenant = tenant if isinstance(tenant, bytes) else b""
         self.store.ask(tenant)
         request = self._requests[request_id] = _Request(len(history), tenant, options.get("learn", True) is True)
-        self._record(request, history[-1 - NUM_PROMPT_TOKENS :])  # one token of it is output
+        self._record(request, history[-1 - NUM_PROMPT_TOKENS :])  # one of these tokens is output
         return request
 
     def _record(self, request: _Request, new: Int32Array) -> None:
@@ -206,7 +206,7 @@ class SuffixLookup(Lookup):
                 self._shared.add(stored)
 
     def _take_shared(self) -> None:
-        """Enters one text of another engine, if none of this engine's waits."""
+        """Enters one text of another engine, unless a text of this engine waits."""
         if self._shared is not None and not self.store.has_work and (text := self._shared.take()) is not None:
             self.store.enter(text.tenant, text.tokens)
             self._work = SHARED_WORK

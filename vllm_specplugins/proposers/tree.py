@@ -36,21 +36,21 @@ class Tree(NamedTuple):
 def draft_tree(
     proposer: ModelProposer, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None
 ) -> Tree:
-    """A tree or a chain for each request; see `grow`. A request with edited logits must get a chain."""
+    """Returns a tree or a chain for each request (see `grow`). A request with edited logits must get a chain."""
     if not proposer.is_one_hot:
         return _sampled_tree(proposer, target, num_nodes, branches)
     length, logits = chain_length(num_nodes), list[torch.Tensor]()
     steps = proposer.draft_steps(target, length, on_logits=lambda step, row_logits: logits.append(row_logits))
     positions = target.num_tokens[:, None] + torch.arange(length, device=target.num_tokens.device)
     sampling = target.sampling.verified if proposer.is_coupled else None
-    if sampling is None:  # the noise is unknown: as if all requests were greedy
+    if sampling is None:  # the noise is unknown, so all requests count as greedy
         zeros = torch.zeros_like(target.num_tokens)
         sampling = Sampling(zeros.float(), zeros)
     return grow(steps.token_ids, torch.stack(logits, dim=1), positions, sampling, num_nodes, branches, other)
 
 
 def _sampled_tree(proposer: ModelProposer, target: Target, num_nodes: int, branches: torch.Tensor) -> Tree:
-    """A tree of the same shape for each request (kernels/rounds): the chain, and siblings of its tokens."""
+    """Returns a tree of the same shape for each request (kernels/rounds): the chain, and siblings of its tokens."""
     steps, places = proposer.draft_steps(target, chain_length(num_nodes)), sibling_places(num_nodes)
     assert steps.logits is not None
     length, device = steps.token_ids.shape[1], steps.token_ids.device
@@ -58,7 +58,7 @@ def _sampled_tree(proposer: ModelProposer, target: Target, num_nodes: int, branc
     sampling = Sampling(target.sampling.temperature[:, None], target.sampling.seeds[:, None])
     positions, num_siblings = target.num_tokens[:, None] + at_steps, sum(depth == 0 for depth, _ in places)
     siblings = draw_siblings(steps.logits, steps.token_ids, positions, sampling, num_siblings)
-    # Made of parts that are on the device, since a graph may record it.
+    # It consists of tensors on the device, since a graph may record it.
     token_ids = torch.stack([siblings[:, depth, turn] for depth, turn in places], dim=1)
     above = torch.stack([nodes[places.index((depth - 1, 0)) + 1 if depth else 0] for depth, _ in places])
     parents = torch.where(branches[:, None], above, nodes)
@@ -72,8 +72,9 @@ def grow(
     positions: torch.Tensor,  # [R, D] int64, of its tokens
     sampling: Sampling,  # of the requests, [R] each
     num_nodes: int,
-    branches: torch.Tensor,  # [R] bool: whether a request may have a tree; else it gets a chain
-    # Another chain [R, L] int, and the log-probability that all its tokens up to each are accepted, -inf after its end.
+    branches: torch.Tensor,  # [R] bool, whether a request may have a tree; otherwise it gets a chain
+    # Another chain [R, L] int, and for each token the log-probability that it and all earlier ones are accepted, -inf
+    # after the end.
     other: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Tree:
     """Selects the likeliest nodes. A request without a tree gets the likelier chain, padded with its last token."""
@@ -89,7 +90,7 @@ def grow(
         line = torch.where(is_likelier[:, None], depth * width + nodes.clamp(max=other[0].shape[1] - 1), line)
         survival, more = _merged(tokens.view_as(survival), survival, *other)
         tokens, parents = torch.cat((tokens, other[0]), dim=1), torch.cat((parents, more), dim=1)
-    # Stable: among equals a parent comes before its children.
+    # The sort is stable: among equal values a parent comes before its children.
     best = survival.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
     parent = parents.gather(1, best)
     above = (best[:, None] == parent[..., None]).int().argmax(dim=2) + 1
@@ -101,8 +102,8 @@ def grow(
 def _candidates(
     chain: torch.Tensor, logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [R, D, C], the chain's first, and the log-probability that they and those before them are accepted. Only
-    the chain's tokens have children."""
+    """Returns tokens [R, D, C], in which the chain's token is the first, and the log-probability that they and all
+    earlier ones are accepted. Only the chain's tokens have children."""
     num_rows, depth, vocab_size = logits.shape
     rows = torch.arange(num_rows, device=chain.device).repeat_interleave(depth)
     probs = race_logprobs(logits.flatten(0, 1), positions.flatten(), sampling.at(rows)).view_as(logits)
@@ -117,8 +118,8 @@ def _candidates(
 def _merged(
     tokens: torch.Tensor, survival: torch.Tensor, other_ids: torch.Tensor, other_survival: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Survival [R, M] of the candidates and of another chain's tokens after them, and the parents [R, L] of these. A
-    token of both after the same tokens is one node, with the larger of its two probabilities."""
+    """Returns the survival [R, M] of the candidates and then of another chain's tokens, and the parents [R, L] of the
+    latter. If both have a token after the same tokens, it is one node with the larger of both probabilities."""
     (depth, width), length = tokens.shape[1:], other_ids.shape[1]
     steps = torch.arange(length, device=tokens.device)
     is_equal = tokens == other_ids[:, :depth, None]

@@ -1,2 +1,2 @@
-"""Plain arrays and the code that works on them, used by all packages. They know tokens, but no engines or policies.
-Import from the modules: this one stays empty, so importing one structure does not compile another."""
+"""Plain arrays and the code that works on them, for all packages. They contain tokens, but know no engines or policies.
+Import from the modules: this module stays empty, so the import of one structure does not compile another."""

@@ -1,5 +1,5 @@
-"""Arrays of a step: the row of each request until it is forgotten, and the address of its text. Nothing here is
-compiled, since the plugin's front end imports it."""
+"""Stores each request's row until the request is forgotten, and the addresses of texts. Nothing here is compiled, since
+the plugin's front end imports it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
 
 
 class SlotTable:
-    """The rows of requests, numbered from 1. R: requests of a step."""
+    """Assigns rows to requests, numbered from 1. R: requests of a step."""
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""Drafts of a batch as arrays, and combinations of two drafts. On the host the arrays are NumPy's, on the device
-torch's. The code is the same for both; it neither waits for a device nor branches on an array's values. K: max draft
-tokens."""
+"""Stores the drafts of a batch as arrays, and combines two drafts. The arrays are NumPy arrays on the host, and torch
+tensors on the device. The same code handles both; it neither waits for a device nor branches on an array's values. K:
+max draft tokens."""
 
 from typing import Any, NamedTuple
 
@@ -8,8 +8,10 @@ import numpy as np
 
 from vllm_specplugins.structures.arrays import Array, Ints
 
-MIN_LONGER = 2  # tokens by which a match in an earlier output has to be longer than one in the request's text
-FIRST_CONFIDENCE = 1.0  # of a stage that reports none, or has not drafted yet
+MIN_LONGER = (
+    2  # number of tokens by which a match in an earlier output must be longer than a match in the request's text
+)
+FIRST_CONFIDENCE = 1.0  # the confidence of a stage that reports none, or has not drafted yet
 
 
 class DraftArrays(NamedTuple):
@@ -55,7 +57,7 @@ class DraftArrays(NamedTuple):
 
 
 def combine(is_first: Array, first: DraftArrays, second: DraftArrays, num_draft: Array) -> DraftArrays:
-    """Takes the tokens of a first draft where is_first, [num_reqs, K or 1] bool, is set, and of a second draft
+    """Returns the tokens of the first draft where is_first, [num_reqs, K or 1] bool, is set, and of the second draft
     elsewhere."""
     where = namespace(is_first).where
     token_ids, stage, confidence = (
@@ -78,20 +80,22 @@ def join(first: DraftArrays, second: DraftArrays) -> DraftArrays:
 
 
 def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
-    """Takes the first draft of the requests with is_first, [num_reqs] bool, and the second draft of the others."""
+    """Returns the first draft of the requests with is_first, [num_reqs] bool, and the second draft of the other
+    requests."""
     num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
     return combine(is_first[:, None], first, second, num_draft)
 
 
 def to_beat(num_draft: Array, match_length: Array) -> Array:
-    """Returns the match length [num_reqs] above which an earlier output is copied in place of the request's text, which
-    has these drafts: an equally long match is right less often in another text."""
+    """Returns the match length [num_reqs] above which a match in an earlier output replaces these drafts from the
+    request's text. A match of the same length is accepted less often if it is in another text."""
     return (match_length + MIN_LONGER) * (num_draft > 0)
 
 
 def better(first: DraftArrays, second: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
-    """Takes, for each request, the draft with the larger gain, [num_reqs] each; without gains, the first draft that has
-    a token. If one draft begins with the other, takes the longer one, and its tokens count to the second stage.
+    """Returns, for each request, the draft with the larger gain ([num_reqs] each); without gains, the first draft that
+    has a token. If one draft begins with the other, it returns the longer one, and counts its tokens for the second
+    stage.
 
     >>> first, second = (of_stage(i, np.array([[5, 6, 7]]), np.array([3 - i]), np.ones(1)) for i in (0, 1))
     >>> best = better(first, second, None)
@@ -142,7 +146,7 @@ _NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)
 def namespace(array: Array) -> Any:
     if isinstance(array, np.ndarray):
         return np
-    import torch  # a tensor exists, so it is loaded
+    import torch  # a tensor exists, so torch is loaded
 
     return torch
 
@@ -178,7 +182,7 @@ def stacked(parts: list[Any]) -> Any:
 
 
 def make_one_hot(logits: Any, token_ids: Any, is_certain: Any) -> Any:
-    """Makes q one-hot for the deterministic tokens [num_reqs, T], in the logits [num_reqs, T, vocab_size]."""
+    """Makes q one-hot for deterministic tokens [num_reqs, T], in the logits [num_reqs, T, vocab_size]."""
     places, is_certain = token_ids[..., None].long(), is_certain[..., None]
     logits.masked_fill_(is_certain, float("-inf"))
     return logits.scatter_(2, places, logits.gather(2, places).masked_fill_(is_certain, 0.0))
@@ -191,8 +195,8 @@ def put_logits(
     logits: Any,  # [num_reqs, at most K, vocab_size], changed; None: all tokens are certain
     is_certain: Any,  # [num_reqs, K] bool; None: none of those with logits is
 ) -> None:
-    """Writes the logits from which tokens were drawn to a table: one-hot for deterministic tokens, or without
-    logits."""
+    """Writes the logits from which tokens were sampled to a table, one-hot for deterministic tokens and for drafts
+    without logits."""
     num_drawn = 0 if logits is None else logits.shape[1]
     if logits is not None:
         if is_certain is not None:

@@ -1,4 +1,4 @@
-"""A pause after failed attempts."""
+"""Computes the pause after failed attempts."""
 
 FIRST_PAUSE_S = 1.0
 
@@ -16,7 +16,7 @@ class Pause:
         self.seconds = 0.0  # 0: the last attempt succeeded
 
     def failed(self) -> bool:
-        """Records a failure, and returns whether it is the first of a series, which is worth a log line."""
+        """Records a failure, and returns whether it is the first in a row, which the caller logs."""
         is_first = self.seconds == 0
         self.seconds = min(2 * self.seconds or FIRST_PAUSE_S, self._longest_s)
         return is_first

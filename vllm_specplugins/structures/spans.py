@@ -1,10 +1,10 @@
-"""The free spans of a fixed block of memory."""
+"""Manages the free spans of a fixed block of memory."""
 
 from bisect import insort
 
 
 class SpanAllocator:
-    """Allocates spans from `size` places, which are all free at first. It takes the first free span that is large
+    """Allocates spans of `size` places, all of which are free at first. It chooses the first free span that is large
     enough.
 
     >>> spans = SpanAllocator(10)
@@ -22,7 +22,7 @@ class SpanAllocator:
         return sum(end - start for start, end in self._free)
 
     def take(self, size: int) -> int | None:
-        """Takes a free span of this size and returns its start, or None if there is none."""
+        """Allocates a free span of this size and returns its start, or None if there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []

@@ -1,4 +1,4 @@
-"""Opens and locks files, and saves folders completely or not at all."""
+"""Opens and locks files, and saves folders as a whole or not at all."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 class SavedFolder:
-    """A folder to which one process at a time saves files, from its first save until it closes this object or ends."""
+    """A folder to which only one process saves files, from its first save until it closes this object or ends."""
 
     def __init__(self, path: Path):
         self.path, self._descriptor = path, -1

@@ -1,1 +1,1 @@
-"""The commands of `vllm-specplugins`: they measure, replay and check methods, and train parts."""
+"""Implements the commands of `vllm-specplugins`, which measure, replay and check methods, and train parts."""

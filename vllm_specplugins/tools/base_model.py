@@ -1,5 +1,5 @@
-"""The served model in transformers, frozen and without vLLM: the states after its layers, and the logits of its head.
-T: tokens, H: hidden size, V: vocabulary, L: layers."""
+"""Runs the served model in transformers, frozen and without vLLM, and returns states after its layers and logits of its
+head. T: tokens, H: hidden size, V: vocabulary, L: layers."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +22,15 @@ Run = Callable[..., torch.Tensor]  # of states, and a step
 class BaseModel:
     """A causal language model with a final RMSNorm and a head after its layers."""
 
-    model: Any  # of transformers, in eval mode; its parameters need no gradients
-    dtype: torch.dtype  # of the stored checkpoint
+    model: Any  # a model of transformers, in eval mode and without gradients
+    dtype: torch.dtype  # dtype of the stored checkpoint
     norm_weight: torch.Tensor  # [H] float32, factor of the final norm (for Gemma, one more than its parameter)
     norm_eps: float  # of the final norm
 
     @classmethod
     def load(cls, path: str, device: str) -> "BaseModel":
-        """Loads a checkpoint from a path or a Hugging Face name, in float32 on a CPU, otherwise in its dtype. Raises
-        ConfigError if there is none, or if it has no final RMSNorm."""
+        """Loads a checkpoint from a path or a Hugging Face name, in float32 on a CPU, otherwise in the checkpoint's
+        dtype. Raises ConfigError if there is no checkpoint, or if it has no final RMSNorm."""
         logging.disable_progress_bar()
         model = _from_pretrained(AutoModelForCausalLM, path, dtype="auto")
         dtype = model.dtype
@@ -53,7 +53,7 @@ class BaseModel:
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, H]: the weight of the head."""
+        """Returns the weight of the head, [V, H]."""
         weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -62,21 +62,21 @@ class BaseModel:
         """Yields, for each row of token ids, the states after 0 to L layers: L + 1 tensors [T, H], the last one
         normed."""
         tensors = [torch.tensor(row) for row in rows]
-        # Attention is causal: padding at the end reaches no token before it.
+        # Attention is causal, so padding at the end affects no earlier token.
         batch = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(self.model.device)
         states = self.model.base_model(batch, output_hidden_states=True, use_cache=False).hidden_states
         for index, row in enumerate(rows):
             yield [state[index, : len(row)] for state in states]
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] float32 of normed hidden states [T, H], as the model computes them after its layers."""
+        """Returns logits [T, V] float32 of normed hidden states [T, H], as the model computes them after its layers."""
         layers, normed = self.model.base_model, normed.to(self.head_weight.dtype)
         layers.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=normed[None])
         try:
             token_ids = torch.zeros(1, len(normed), dtype=torch.long, device=normed.device)
             logits: torch.Tensor = self.model(token_ids, use_cache=False).logits[0].float()
         finally:
-            del layers.forward  # it hides that of the class
+            del layers.forward  # it hides the method of the class
         return logits
 
     @torch.no_grad()
@@ -99,29 +99,29 @@ class BaseModel:
 
     def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> Run:
         """Returns a function that runs the layers [first, end), or all from `first` on, over a row, once for each draft
-        token. It maps states [T, H] before the layers to states after them: of the text in step 0, and then of draft
-        tokens in the text's places. Step k sees the text up to k tokens before a token, and then the tokens of steps 1
-        to k."""
+        token. It maps states [T, H] before the layers to states after them: states of the text in step 0, and then
+        states of draft tokens at the text's places. Step k sees the text up to k tokens before a token, and then the
+        tokens of steps 1 to k."""
         layers = range(first, self.num_layers if end is None else end)
         return self._passes(self.cut(layers, normed), num_tokens, DynamicCache())
 
     def text_cache(self, states: torch.Tensor) -> DynamicCache:
-        """The keys and values of a text in all layers, from its states [T, H] before the first layer."""
+        """Returns the keys and values of a text in all layers, from its states [T, H] before the first layer."""
         cache = DynamicCache()
         self.model.base_model(inputs_embeds=states[None], past_key_values=cache, use_cache=True)
         return cache
 
     def passes_beside(self, layers: Sequence[int], text: DynamicCache, first: int = 0, normed: bool = True) -> Run:
-        """Does the same for any layers, by their indices, over the tokens from `first` on. The text already has the
-        keys and values of the whole model, so steps begin with 1."""
+        """Does the same as `passes` for layers with any indices, over the tokens from `first` on. The text already has
+        the keys and values of the whole model, so steps begin with 1."""
         cache = copy.copy(text)
-        cache.layers = [copy.copy(layer) for layer in text.layers]  # that of a step has new tensors
+        cache.layers = [copy.copy(layer) for layer in text.layers]  # the layer of a step has new tensors
         return self._passes(self.cut(layers, normed), text.get_seq_length(), cache, first)
 
     def _passes(self, body: Any, num_tokens: int, cache: DynamicCache, first: int = 0) -> Run:
         like = next(body.parameters())
         positions = torch.arange(num_tokens, device=like.device)
-        distance = positions[first:, None] - positions  # how far a key stands before a query
+        distance = positions[first:, None] - positions  # distance from a key to a query
 
         def run(states: torch.Tensor, step: int = 0) -> torch.Tensor:
             seen = [distance >= step, *(distance[:, first:] == step - earlier for earlier in range(1, step + 1))]
@@ -140,21 +140,21 @@ class BaseModel:
         return run
 
     def cut(self, layers: Sequence[int], normed: bool = True) -> Any:
-        """The model's body with only the layers of these indices; weights are shared."""
+        """Returns the model's body with only the layers of these indices; the weights are shared."""
         body = copy.copy(self.model.base_model)
         parts = {"layers": torch.nn.ModuleList([body.layers[layer] for layer in layers])}
         parts |= {} if normed else {"norm": torch.nn.Identity()}
         body._modules = {**body._modules, **parts}
         body.config = copy.copy(body.config)
         body.config.num_hidden_layers = len(layers)
-        if kinds := getattr(body.config, "layer_types", None):  # bodies look up the kind of each layer by its place
+        if kinds := getattr(body.config, "layer_types", None):  # bodies look up each layer's kind by its place
             body.config.layer_types = [kinds[layer] for layer in layers]
         return body
 
 
 def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tensor:
-    """[T], the sum of min(p, q): the acceptance probability at temperature 1 of a token drawn from the exit (Leviathan
-    et al. 2023).
+    """Returns the sum of min(p, q), [T]: the acceptance probability at temperature 1 of a token drawn from the exit
+    (Leviathan et al. 2023).
 
     >>> overlap(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, -torch.inf]]))
     tensor([0.5000])
@@ -163,12 +163,12 @@ def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tenso
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint. Raises ConfigError if it has none."""
+    """Returns the tokenizer of a checkpoint. Raises ConfigError if it has none."""
     return _from_pretrained(AutoTokenizer, path)
 
 
 def load_config(path: str) -> Any:
-    """The configuration of a checkpoint's language model. Raises ConfigError if there is none."""
+    """Returns the configuration of a checkpoint's language model. Raises ConfigError if there is none."""
     return _from_pretrained(AutoConfig, path).get_text_config()
 
 

@@ -1,4 +1,5 @@
-"""`build-store` fills a store for suffix_lookup from a corpus, so a server need not begin with an empty one."""
+"""Implements `build-store`, which fills a store for suffix_lookup from a corpus, so a server need not begin with an
+empty store."""
 
 import argparse
 import sys
@@ -19,7 +20,7 @@ from vllm_specplugins.tools.data import answered
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import writing
 
-TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
+TOKENS_AT_ONCE = 4096  # longest piece of a text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
             records += [record(StoredText(True, tenant, piece)) for piece in pieces]
     known = fingerprint(partial(tokenizer.encode, add_special_tokens=False), vocab_size)
     file = StoreFile(args.out, known, vocab_size, sys.maxsize)
-    with writing("--out", "file", file.path):  # it replaces another store, if there is one, and nothing else
-        file.open(replaces=True)  # or that of another model
+    with writing("--out", "file", file.path):  # it replaces an existing store, but no other file
+        file.open(replaces=True)  # or the store of another model
         file.clear()
         for data in records:
             file.append(data)

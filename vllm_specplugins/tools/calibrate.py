@@ -1,7 +1,7 @@
-"""`calibrate` runs `bench` on the user's text, for the methods that can serve a model. The model continues the text
-greedily, and an exit's draft token is accepted if it and all earlier ones are right. The cost is an estimate: a draft
-token takes the share of a step that corresponds to its layers, and verification takes no time. The best exits are then
-served, with the methods that the user names. K: num_draft."""
+"""Implements `calibrate`, which runs `bench` on the user's text for the methods that can serve a model. The model
+continues the text greedily, and an exit's draft token counts as accepted if it and all earlier ones are correct. The
+cost is an estimate: a draft token takes its layers' share of a step, and verification takes no time. Engines then serve
+the best exits and the methods that the user names. K: num_draft."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ from vllm_specplugins.tools.skipping import choose_layers
 from vllm_specplugins.tools.training.kinds import exit_guesser, initial_head
 from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
 
-MIN_STEPS = 8  # of an output: fewer tell little about an exit
+MIN_STEPS = 8  # of an output: fewer measure too little
 COLUMNS = ("same", "min(p, q)", "best K", "tok/step")
 LEGEND = (
-    "same: how often the exit would have drafted the model's greedy token. min(p, q): share of the exit's samples that "
-    "is accepted at temperature 1. tok/step: that best K emits, replayed on the model's outputs; K is best where a "
-    "draft token takes its share of the layers. Exits in bold are served."
+    "same: share of tokens for which the exit drafts the model's greedy token. min(p, q): share of the exit's samples "
+    "that verification accepts at temperature 1. tok/step: tokens per step at the best K, replayed on the model's "
+    "outputs, where a draft token costs its share of the layers. The exits in bold are served."
 )
 
 
@@ -40,9 +40,9 @@ class ExitRow:
     exit_layer: int
     match_rate: float  # share of the tokens that it would have drafted at temperature 0
     overlap: float  # mean sum of min(p, q): share of its samples that is accepted at temperature 1
-    num_draft: int  # K that is guessed to be fastest
+    num_draft: int  # K with the highest estimated speed
     tokens_per_step: float  # with that K
-    guess: float  # speed-up over no speculation
+    guess: float  # estimated speed-up over no speculation
 
     @property
     def name(self) -> str:
@@ -52,13 +52,13 @@ class ExitRow:
 def run(args: argparse.Namespace) -> int:
     methods = {name: config for name, config in pick(args.also, "--also").items() if config}
     check_json(args)
-    for config in filter(is_ours, methods.values()):  # before minutes of work
+    for config in filter(is_ours, methods.values()):  # checked before minutes of work
         _check_parts(parse_config(config))
     args.max_concurrency, args.temperature, args.ignore_eos = [1], [0.0], False
     args.trace, args.rate, args.load_format = None, [], None
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}
     if args.layers:
-        args.rounds = 0  # no prompts but those that are asked
+        args.rounds = 0  # no additional prompts
         choose_layers(args, pick_prompts(args).prompts)
         return 0
     workload, layers = pick_prompts(args), pick_layers(args)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_parts(config: SpecConfig) -> None:
-    """Raises ConfigError if the folder of a trained part holds none."""
+    """Raises ConfigError if the folder of a trained part has no part."""
     for part in config.parts:
         for field, kind in (("head", JumpHead), ("exit_head", ExitHead)):
             if (folder := getattr(part.method_config, field, None)) is not None:
@@ -87,13 +87,13 @@ def pick_prompts(args: argparse.Namespace) -> Workload:
         )
     rows = token_rows(args.dataset_path, load_tokenizer(args.model), args.prompt_tokens)
     if not rows:
-        raise ConfigError(f"--dataset-path must have at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
+        raise ConfigError(f"--dataset-path must have at least {MIN_ROW_TOKENS} tokens in one file.")
     return Workload("data", [rows[index] for index in every_nth(len(rows), num_prompts(args))])
 
 
 def pick_layers(args: argparse.Namespace) -> list[int]:
-    """The user's exit layers, or all layers except the last. Raises ConfigError for a layer that the model does not
-    have."""
+    """Returns the user's exit layers, or all layers except the last. Raises ConfigError for a layer that the model does
+    not have."""
     last = load_config(args.model).num_hidden_layers - 1
     layers = sorted(set(args.exit_layers or range(1, max(1, last) + 1)))
     if not 1 <= layers[0] <= layers[-1] <= last:
@@ -103,7 +103,8 @@ def pick_layers(args: argparse.Namespace) -> list[int]:
 
 @torch.no_grad()
 def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[ExitRow]:
-    """A row for each exit, with its best K. Raises ConfigError if the model's outputs are too short to measure."""
+    """Returns a row for each exit, with its best K. Raises ConfigError if the model's outputs are too short to
+    measure."""
     base = BaseModel.load(args.model, "cuda" if torch.cuda.is_available() else "cpu")
     texts, least = list[Text](), args.max_draft + MIN_STEPS
     for length in sorted(set(map(len, prompts))):
@@ -131,7 +132,7 @@ def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence
 
 
 def configs(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str, Config]:
-    """The methods to serve; `cascade` ends with a trained part among them, or with the best exit."""
+    """Returns the configurations to serve; `cascade` ends with a trained part among them, or with the best exit."""
     served: dict[str, Config] = {
         row.name: {"method": "early_exit", "exit_layer": row.exit_layer, "num_speculative_tokens": row.num_draft}
         for row in best

@@ -45,7 +45,7 @@ SHIPPED = Path(__file__).with_name("trace.json")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording. Its steps are [requests that sampled a token, requests that were forgotten before], by number."""
+    """A recording. A step is [requests that sampled a token, requests that the proposer forgets before], by number."""
 
     histories: list[Int32Array]  # prompt and output of each request
     prompt_lengths: list[int]  # of each request
@@ -57,12 +57,14 @@ class Trace:
 
 
 class Watched:
-    """A proposer whose histories are compared after each call. An engine reads its own, so a write costs only drafts,
-    but then the proposer reads wrong tokens, too."""
+    """A proposer whose histories are compared after each call. An engine has its own copy, so a write costs only
+    drafts, since the proposer then reads wrong tokens."""
 
     def __init__(self, proposer: Proposer):
         self._proposer, self.num_writes = proposer, 0
         self.observe, self.forget = proposer.observe, proposer.forget
+        self.reads_ends = callable(finish := getattr(proposer, "finish", None))
+        self.finish = finish
 
     def propose(self, batch: DraftBatch) -> Draft:
         copies = Histories().batch(batch, range(batch.num_reqs)).token_ids
@@ -73,7 +75,7 @@ class Watched:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if the proposer violates nothing, else 1."""
+    """Returns 0 if the proposer violates no rule, otherwise 1."""
     config, trace = parse_config(configured(args.proposer, args.options, args.time_budget_ms)), load()
     text = {}
     if args.tokenizer:
@@ -90,12 +92,13 @@ def run(args: argparse.Namespace) -> int:
     for text_of in dict.fromkeys(seen):
         say(text_of)
     if not violations:
-        say("Nothing is violated.")
+        say("No rule is violated.")
     return 1 if violations else 0
 
 
 def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> dict[str, Any]:
-    """The `speculative_config` of "package.module:Class", or of a registered method, or ConfigError."""
+    """Returns the `speculative_config` of "package.module:Class", or of a registered method. Raises ConfigError for an
+    unknown method."""
     common = {"time_budget_ms": time_budget_ms}
     if ":" in proposer:
         return {"method": "custom", "proposer": proposer, "options": dict(options), **common}
@@ -157,16 +160,17 @@ def check(
     if watched.num_writes:
         custom: Any = config.method_config
         violations.append(
-            f"{custom.proposer} wrote to batch.token_ids in {_steps(watched.num_writes)}, which are read-only."
+            f"{custom.proposer} wrote to batch.token_ids in {_steps(watched.num_writes)}; these arrays are read-only."
         )
     return violations, barrier.counters
 
 
 def _violations(proposer: Proposer, counters: Counters, trace: Trace) -> Iterator[str]:
-    """Faults by kind, of which the barrier has logged the first causes, and forgotten requests that it still holds."""
+    """Yields the proposer's faults by kind (the barrier has logged the first cause of each), and ended requests that it
+    still stores."""
     for kind, count in counters.faults.items():
         yield f"It {DID[kind]} in {_steps(count)}."
-    if counters.times_switched_off:  # then it is not asked to forget, either
+    if counters.times_switched_off:  # then the guard does not call `forget`, either
         yield f"The circuit breaker opened after {MAX_FAULTS} faults: an engine would continue without its drafts."
         return
     gone = {name_of(number) for number in range(len(trace.histories))}
@@ -181,8 +185,8 @@ def _steps(count: int) -> str:
 
 
 def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:
-    """Why a CUDA graph cannot record a `DeviceProposer`, and the inputs to which it writes: it drafts once with tensors
-    that have no values."""
+    """Yields the reason why a CUDA graph cannot record a `DeviceProposer`, and the inputs to which it writes. The
+    proposer drafts once with tensors that have no values."""
     proposer: Any = build_proposer(config, context)
     if not getattr(proposer, "drafts_on_device", False):
         return
@@ -198,7 +202,7 @@ def _on_device(config: SpecConfig, context: ProposerContext) -> Iterator[str]:
             versions = [tensor._version for tensor in given.values()]
             checked_draft(proposer.draft(texts, given["slots"], limits), limits, context.max_num_draft)
     except Exception as error:
-        yield f"No CUDA graph can record it, so on a GPU it drafts nothing ({fault_of(error, ()).cause})."
+        yield f"No CUDA graph can record it, so it drafts nothing on a GPU ({fault_of(error, ()).cause})."
         return
     for (name, tensor), version in zip(given.items(), versions, strict=True):
         if tensor._version != version:
@@ -211,8 +215,8 @@ def _figures(counters: Counters) -> list[tuple[str, str]]:
         ("steps of single requests", f"{steps}"),
         ("with a draft", f"{counters.drafts / steps:.0%}"),
         ("draft tokens accepted", f"{counters.accepted_tokens} of {counters.drafted_tokens}"),
-        ("tokens a step", f"{1 + counters.accepted_tokens / steps:.2f}"),
-        ("us a request and step", f"{counters.propose_ms * 1000 / steps:.1f}"),
+        ("tokens per step", f"{1 + counters.accepted_tokens / steps:.2f}"),
+        ("us per request and step", f"{counters.propose_ms * 1000 / steps:.1f}"),
     ]
 
 
@@ -235,7 +239,7 @@ def play(trace: Trace, barrier: FaultBarrier, advance: Callable[[], None]) -> No
         requests, forgotten = trace.steps[step] if step < len(trace.steps) else ([], [])
         advance()
         forget_all([number for number in forgotten if number not in over and last[number] >= step])
-        # A request that the recorded drafts had brought further goes on until it is over.
+        # A request that is slower than in the recording continues until its end.
         late = [number for number, end in last.items() if end < step]
         running = [number for number in dict.fromkeys([*requests, *late]) if number not in over]
         if running:
@@ -243,6 +247,6 @@ def play(trace: Trace, barrier: FaultBarrier, advance: Callable[[], None]) -> No
             forget_all(list(filter(player.has_ended, running)))
         elif step >= len(trace.steps):
             break
-    # A barrier hands on what is to be forgotten before it next proposes.
+    # A barrier forwards ended requests only before its next `propose`.
     nothing = np.zeros(1, np.int32)
     barrier.propose(replace(player.batch([0]), request_ids=[NEWCOMER]), Feedback([NEWCOMER], nothing, nothing))

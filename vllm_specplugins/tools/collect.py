@@ -1,5 +1,5 @@
-"""`collect` packs what explains an incident: metrics, versions, the diagnosis and lines of the log, without prompts and
-answers."""
+"""Implements `collect`, which packs the data that explains an incident: metrics, versions, the diagnosis and lines of
+the log, without prompts and answers."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from vllm_specplugins.engine.harness.diagnosis import diagnose
 from vllm_specplugins.tools.doctor import quiet
 from vllm_specplugins.tools.report import say
 
-NUM_LINES, LINE_LENGTH = 2000, 400  # of the log, from its end; characters of a line
+NUM_LINES, LINE_LENGTH = 2000, 400  # last lines of the log; most characters of a line
 TIMEOUT_S = 20
 _TELLING = re.compile(r"\b(ERROR|WARNING|CRITICAL)\b|specplugins|Speculati|SpecDecod|speculative", re.IGNORECASE)
 _SPOKEN = re.compile(r"Received request|prompt: |prompt_token_ids|Generated response|'input': ", re.IGNORECASE)
@@ -26,14 +26,15 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|URL|CREDENTIAL", re.IGNORECASE)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0; raises ConfigError if the file exists or neither the server nor the log can be read."""
+    """Returns 0. Raises ConfigError if the log cannot be read, or if the file exists."""
+    log = None if args.log is None else telling_lines(args.log)
     with quiet():
         findings = [asdict(finding) for finding in diagnose(args.speculative_config, None, args.serve, default=None)]
     parts = {"doctor.json": json.dumps(findings, indent=2), "environment.txt": "\n".join(environment()) + "\n"}
     for path in ("metrics", "version"):
         parts[f"{path}.txt"] = fetched(f"{args.url.rstrip('/')}/{path}")
-    if args.log is not None:
-        parts["log.txt"] = "\n".join(telling_lines(args.log)) + "\n"
+    if log is not None:
+        parts["log.txt"] = "\n".join(log) + "\n"
     try:
         with args.out.open("xb") as file, ZipFile(file, "w", ZIP_DEFLATED) as archive:
             for name, text in parts.items():
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fetched(url: str) -> str:
-    """The answer of the server, or why there is none: an incident may have ended it."""
+    """Returns the server's answer, or the reason why there is none, since an incident may have ended the server."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=TIMEOUT_S) as answer:
@@ -55,14 +56,18 @@ def fetched(url: str) -> str:
 
 
 def environment() -> Iterator[str]:
-    """vLLM's and our variables; of a secret only the name."""
+    """Yields the variables of vLLM and of the plugin, without the values of secrets."""
     for name, value in sorted(os.environ.items()):
         if name.startswith(("VLLM_", "NCCL_", "CUDA_", "HF_HUB_OFFLINE", "NUMBA_", "TRITON_")):
             yield f"{name}={'(hidden)' if _SECRET.search(name) else value}"
 
 
 def telling_lines(log: Path) -> list[str]:
-    """Warnings, errors and lines about speculation near the end of a log; lines that may show a prompt are left out."""
-    lines = log.read_text("utf-8", "replace").splitlines()[-NUM_LINES:]
+    """Returns warnings, errors and lines about speculation near the end of a log, without lines that may show a
+    prompt."""
+    try:
+        lines = log.read_text("utf-8", "replace").splitlines()[-NUM_LINES:]
+    except OSError as error:
+        raise ConfigError(f"--log must be a readable file, not {log} ({error.strerror}).") from None
     telling = (line for line in lines if _TELLING.search(line) and not _SPOKEN.search(line))
     return [_PASSWORD.sub(r"\1(hidden)@", line)[:LINE_LENGTH] for line in telling]

@@ -1,5 +1,5 @@
-"""The user's texts and traffic, from files and pipes: rows in our form, chats, or rows of benchmarks. A file holds JSON
-lines if its name ends accordingly or its first line is a JSON object; otherwise it is one text."""
+"""Reads the user's texts and traffic from files and pipes: rows in this package's form, chats, or rows of benchmarks. A
+file contains JSON lines if its name ends accordingly or its first line is a JSON object; otherwise it is one text."""
 
 import json
 import sys
@@ -18,12 +18,12 @@ FORMATS = (
     'assistant or "choices" as in an answer of OpenAI\'s API, a row of Spec-Bench, SpecDecode-Bench or tau-bench, or '
     '{"text": text}'
 )
-Tokenizer = Callable[[], Any]  # loads one of transformers; called at the first text
-Pairs = Iterator[tuple[list[int], list[int] | None]]  # prompt and output; no output without an answer
+Tokenizer = Callable[[], Any]  # loads a tokenizer of transformers; called for the first text
+Pairs = Iterator[tuple[list[int], list[int] | None]]  # prompts and outputs; None without an answer
 STDIN = Path("-")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
 MAX_LINE = 1 << 26  # characters
-MIN_ROW_TOKENS = 8  # of a row that is cut from a text: the rest of a text may be shorter
+MIN_ROW_TOKENS = 8  # shortest row that is cut from a text; a shorter rest is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Sample:
 
     place: str  # as in "line 3 of FILE"
     row: Mapping[str, Any]  # the JSON object that it was read from
-    prompt: list[int]  # token ids; none of a text
+    prompt: list[int]  # token ids; empty for a text
     output: list[int] | None  # token ids of the answer, or of the text; None without an answer
 
 
 def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """All samples of the files, in order; the file "-" is standard input. A conversation gives one sample for each of
-    its answers, and one if an answer is still to come. Raises ConfigError if a file cannot be read, or a line has none
-    of the FORMATS."""
+    """Yields all samples of the files, in order; the file "-" is standard input. A conversation gives one sample for
+    each answer, and one more if it ends with a question. Raises ConfigError if a file cannot be read, or a line has
+    none of the FORMATS."""
     for place, row in chain.from_iterable(map(_rows, files)):
         try:
             for prompt, output in parsed(row, tokenizer):
@@ -52,7 +52,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 
 
 
 def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """The samples with an output. Raises ConfigError like `samples`, and for a line without an answer."""
+    """Yields the samples with an output. Raises ConfigError like `samples`, and for a line without an answer."""
     last: Mapping[str, Any] | None = None
     for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:
@@ -65,14 +65,15 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
 
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """All texts of the files as rows (rows_of). A conversation gives its last answer, with everything before it."""
+    """Returns all texts of the files as rows (rows_of). A conversation gives its last answer, with everything before
+    it."""
     by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer, len(tokenizer)))}
     return rows_of(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
 
 def rows_of(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order. No row spans two texts, and each
-    begins with the tokenizer's <bos>, if any."""
+    """Yields rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order. No row spans two texts, and
+    each begins with the tokenizer's <bos>, if any."""
     prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
     length = row_tokens - len(prefix)
     rows: list[list[int]] = []
@@ -84,7 +85,7 @@ def rows_of(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place of each JSON object of a file, and the object; a text is one. Empty lines are left out."""
+    """Yields each JSON object of a file with its place; a text counts as one object. It skips empty lines."""
     name = "standard input" if file == STDIN else str(file)
     rest = dropwhile(lambda line: not line[1].strip(), enumerate(_lines(file, name), start=1))
     if (first := next(rest, None)) is None:
@@ -131,7 +132,8 @@ def _json(text: str) -> Any:
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation up to the model's next turn, formatted by the tokenizer's chat template, if any."""
+    """Returns the token ids of a conversation up to the model's next turn, formatted by the tokenizer's chat template,
+    if any."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -142,7 +144,7 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
 
 
 def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False) -> list[int]:
-    """The token ids of a text that may begin a request; token ids are returned unchanged. Raises ConfigError for other
+    """Returns the token ids of a text that may begin a request, and token ids unchanged. Raises ConfigError for other
     types."""
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
@@ -180,12 +182,12 @@ def _are_counts(value: Any) -> bool:
 
 
 def parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Pairs:
-    """Prompt and output of each sample of a line, as token ids. Raises ConfigError if the line has none of the
-    FORMATS."""
+    """Yields the prompt and the output of each sample of a line, as token ids. Raises ConfigError if the line has none
+    of the FORMATS."""
     match row:
         case {"messages": messages}:
             yield from _conversation(messages, row.get("choices"), tokenizer)
-        case {"turns": [str() as first, *_]}:  # a later turn needs an answer to the one before
+        case {"turns": [str() as first, *_]}:  # a later turn needs the answer to the previous turn
             yield _rendered(tokenizer(), [{"role": "user", "content": first}]), None
         case {"prompt_token_ids": prompt, "generated_token_ids": output}:  # SpecDecode-Bench
             yield token_ids(prompt, "prompt_token_ids", tokenizer), token_ids(output, "generated_token_ids", tokenizer)
@@ -201,8 +203,8 @@ def parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Pairs:
 
 
 def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Pairs:
-    """Each answer of the assistant after all that precedes it. With `choices`, as in a log of requests, only the answer
-    in these: earlier answers are in earlier lines, too."""
+    """Yields each answer of the assistant with everything before it. With `choices`, as in a log of requests, it yields
+    only the answer in these, since earlier lines contain the earlier answers."""
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise ConfigError(f"must have messages that have a role and a content, not {brief(messages)}.")
     turns = [{"role": message["role"], "content": _text(message)} for message in messages]
@@ -218,7 +220,7 @@ def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Pairs:
     for end in ends:
         output = token_ids(turns[end]["content"], "content", tokenizer)
         yield (_rendered(tokenizer(), turns[:end]) if output else []), output
-    if not ends:  # the first question of SPEED-Bench: a later one needs an answer to the one before
+    if not ends:  # the first question of SPEED-Bench; a later one needs the answer to the previous one
         turns = turns[: 1 + next((index for index, turn in enumerate(turns) if turn["role"] == "user"), len(turns))]
     if turns[-1]["role"] != "assistant":
         yield _rendered(tokenizer(), turns), None

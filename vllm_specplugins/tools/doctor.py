@@ -1,4 +1,4 @@
-"""`doctor` diagnoses whether and how speculation would run on this machine, as a table or as JSON."""
+"""Implements `doctor`, which diagnoses whether and how speculation would run on this machine, as a table or as JSON."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """vLLM and its libraries print a lot."""
+    """Hides the output of vLLM and its libraries."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         yield

@@ -1,4 +1,4 @@
-"""Folders that tools read and write, and evenly spaced samples of a range."""
+"""Creates folders for tools and saves files to them; also takes evenly spaced samples of a range."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ CHAT_MODEL = CACHE / "SmolLM2-135M-Instruct-from-Q4_1"  # examples/chat_model.py
 
 
 def every_nth(count: int, wanted: int) -> list[int]:
-    """`wanted` evenly spaced indices of range(count), or all if there are fewer.
+    """Returns `wanted` evenly spaced indices of range(count), or all if there are fewer.
 
     >>> every_nth(10, 3)
     [1, 5, 8]
@@ -34,7 +34,7 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
-    """A temporary folder. It stays if a ConfigError or a report names a log in it."""
+    """Creates a temporary folder. It stays if a ConfigError or a report names a log in it."""
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     goes = True
     try:
@@ -49,12 +49,12 @@ def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
 
 
 def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
-    """Lets `save` write all files into the folder or none (SavedFolder). Raises ConfigError if they cannot be
+    """Calls `save`, which writes all files to the folder or none (SavedFolder). Raises ConfigError if they cannot be
     written."""
     make_folder(folder)
     try:
         with closing(SavedFolder(folder)) as saved:
             saved.replace(save)
-    except (OSError, RuntimeError) as error:  # torch raises the latter where it cannot write on
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot write
         cause = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"--out must be a folder on a disk with free space, not {folder} ({cause}).") from error

@@ -1,4 +1,4 @@
-"""The methods that a tool runs, given by name, by name and K, or as a --speculative-config."""
+"""Selects the methods that a tool runs, by name, by name and K, or as a --speculative-config."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ Named = Mapping[str, Sequence[tuple[str, Config]]]
 
 _NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 8, "prompt_lookup_min": 2}
 _LOOKUP, _EXIT = {"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}
-# Names that are not methods of ours with their defaults; None is no speculation.
+# Names in addition to this package's methods with their defaults; None is no speculation.
 NAMED: Mapping[str, Config | None] = {
     NONE: None,
     "ngram": {"method": "ngram", **_NGRAM},
@@ -31,7 +31,7 @@ def is_ours(config: Config) -> bool:
 
 
 def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
-    """Configurations by name. No speculation comes first, even if the user does not name it.
+    """Returns configurations by name. No speculation comes first, even if the user does not name it.
 
     >>> list(pick_methods(["ngram:31,prompt_lookup", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['none', 'ngram:31', 'prompt_lookup', 'ngram:2']
@@ -43,9 +43,9 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
 
 
 def pick(wanted: Sequence[str], option: str, named: Named | None = None) -> dict[str, Config]:
-    """Configurations by name, without duplicates. Each text of `wanted` holds names separated by commas, where NAME:K
-    is the method with K draft tokens, or a --speculative-config in JSON. `named` maps names to configurations; the
-    default is NAMED, and our methods and registered ones under their names."""
+    """Returns configurations by name, without duplicates. Each text of `wanted` contains names separated by commas, or
+    a --speculative-config in JSON; NAME:K is a method with K draft tokens. `named` maps names to configurations; the
+    default is NAMED, and this package's and registered methods under their names."""
     if named is None:
         names = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
         named = {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in names}

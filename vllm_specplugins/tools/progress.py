@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: bars on a terminal, otherwise a line for each task every 30 s."""
+"""Shows the progress of long work on standard error: bars on a terminal, otherwise a line for each task every 30 s."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 SECONDS = 30.0  # between lines
-MEMORY_SECONDS = 3600.0  # over which the speed is estimated, for a task may take minutes to advance
+MEMORY_SECONDS = 3600.0  # period of the speed estimate, since a task may advance only every few minutes
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Bars to which a command adds its tasks; the description of a task holds its latest figures."""
+    """Yields bars to which a command adds its tasks; the description of a task has its latest figures."""
     console, ended = Console(stderr=True), Event()
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal,

@@ -1,4 +1,4 @@
-"""Parts of all reports: tables of at most 100 columns, wrapped sentences, and JSON."""
+"""Writes the parts of all reports: tables of at most 100 columns, wrapped sentences, and JSON."""
 
 import argparse
 import json
@@ -19,14 +19,14 @@ WIDTH = 100
 
 
 def stdout() -> Console:
-    """A console as wide as the terminal, or WIDTH without a terminal."""
+    """Returns a console as wide as the terminal, or WIDTH without a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
 def show_table(columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]], first: str = "") -> None:
-    """Prints rows, each beginning with its name, under a title or ""; cells may hold markup. A narrow terminal breaks
-    lines."""
+    """Prints rows, each beginning with its name, under a title or ""; cells may contain markup. A narrow terminal
+    breaks lines."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column(first, overflow="fold", max_width=30)
     for column in columns:
@@ -49,7 +49,7 @@ def say(text: str, style: str | None = None) -> None:
 
 
 def serve_with(config: Mapping[str, Any]) -> str:
-    """The argument of `vllm serve`, on one line for copying."""
+    """Returns the argument of `vllm serve`, on one line for copying."""
     return f"--speculative-config {shlex.quote(json.dumps(config))}"
 
 

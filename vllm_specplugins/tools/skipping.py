@@ -1,7 +1,7 @@
-"""`calibrate --layers` chooses the layers that a model skips when it drafts for itself (Zhang et al. 2023, "Draft &
-Verify"). A greedy search repeatedly removes the layer without which the others give the model's answers the highest
-probability. Earlier tokens have the keys and values of all layers, as after verification. N: tokens of an answer, V:
-vocabulary, K: num_draft.
+"""Implements `calibrate --layers`, which chooses the layers that a model skips when it drafts for itself (Zhang et al.
+2023, "Draft & Verify"). A greedy search repeatedly removes the layer whose absence leaves the model's answers the
+highest probability. Earlier tokens have the keys and values of all layers, as after verification. N: tokens of an
+answer, V: vocabulary, K: num_draft.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import say, serve_with, show_table, write_json
 from vllm_specplugins.tools.training.scores import Text, mean_length, write_texts
 
-HELD_OUT = 3  # answers, of which one is not searched on
-HIGHEST = 0.0  # score, the mean logarithm of a probability
-PAYS = 1.05  # a guess of so much
+HELD_OUT = 3  # of this number of answers, one is held out from the search
+HIGHEST = 0.0  # highest score, which is the mean logarithm of a probability
+PAYS = 1.05  # smallest estimated speed-up that may pay off
 COLUMNS = ("same", "best K", "tok/step", "by layers")
 LEGEND = (
-    "same: how often these layers draft the model's token of a held-out answer. tok/step: that best K emits. by "
-    "layers: speed-up where a draft token takes its share of the layers, and nothing else any time."
+    "same: share of held-out tokens for which these layers draft the model's token. tok/step: tokens per step at the "
+    "best K. by layers: speed-up if a draft token costs its share of the layers, and nothing else takes time."
 )
 
 
@@ -36,9 +36,9 @@ class Subset:
 
     layers: list[int]
     match_rate: float  # share of the tokens that they would have drafted at temperature 0
-    num_draft: int  # K that is guessed to be fastest
+    num_draft: int  # K with the highest estimated speed
     tokens_per_step: float  # with that K
-    guess: float  # speed-up over no speculation
+    guess: float  # estimated speed-up over no speculation
 
     @property
     def config(self) -> dict[str, Any]:
@@ -61,24 +61,24 @@ class Answer:
             yield self._base.logits(run(self._fed, k + 1)[k:-1])
 
     def logprobs(self, layers: Sequence[int]) -> torch.Tensor:
-        """[N]: the logarithm of the probability that these layers give each token."""
+        """Returns the logarithm of the probability that these layers give each token, [N]."""
         [logits] = self.drafts(layers, 1)
         return logits.log_softmax(-1).gather(-1, self._emitted[:, None])[:, 0]
 
     def matches(self, layers: Sequence[int], num_draft: int) -> torch.Tensor:
-        """[K, N - K + 1]: whether the tokens of whole drafts are the answer's, if those before them are."""
+        """Returns whether each token of whole drafts is the answer's, if all earlier ones are, [K, N - K + 1]."""
         right = [logits.argmax(-1) == self._emitted[k:] for k, logits in enumerate(self.drafts(layers, num_draft))]
         return torch.stack([each[: len(right[-1])] for each in right]).float().cpu()
 
 
 def score(answers: Sequence[Answer], layers: Sequence[int]) -> float:
-    """The mean logarithm of the probability that these layers give the answers' tokens."""
+    """Returns the mean logarithm of the probability that these layers give the answers' tokens."""
     return float(torch.cat([answer.logprobs(layers) for answer in answers]).mean())
 
 
 def dropped_one(answers: Sequence[Answer], dropped: list[int], scores: list[float]) -> dict[str, Any]:
-    """The state of the search with one more layer `dropped`. The earlier `scores` are upper bounds: a score below the
-    best one is not computed again (lazy greedy search, Minoux 1978)."""
+    """Returns the state of the search with one more layer `dropped`. The earlier `scores` are upper bounds: a score
+    below the best one is not computed again (lazy greedy search, Minoux 1978)."""
     left = sorted(set(range(len(scores))) - set(dropped), key=lambda layer: -scores[layer])
     scores, best = list(scores), left[0]
     for layer in left:
@@ -117,7 +117,7 @@ def choose_layers(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) ->
 
 
 def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[Text]:
-    """The model's greedy continuation of each prompt."""
+    """Returns the model's greedy continuation of each prompt."""
     texts = [write_texts(base, [prompt], 0.0, len(prompt), len(prompt) + args.output_len)[0] for prompt in prompts]
     whole = [text for text in texts if len(text.row) - text.begin > args.max_draft]
     if len(whole) < HELD_OUT:
@@ -129,7 +129,8 @@ def answers_of(base: BaseModel, prompts: Sequence[Sequence[int]], args: argparse
 
 
 def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """The state of an earlier search of the same answers in the file of --output-json; None: there is none."""
+    """Returns the state of an earlier search on the same answers in the file of --output-json; None if there is
+    none."""
     try:
         earlier = json.loads(path.read_text()) if path else {}
         if all(earlier[name] == value for name, value in facts.items()):
@@ -140,7 +141,7 @@ def resumed(path: Path | None, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def subset(answers: Sequence[Answer], state: dict[str, Any], size: int, max_num_draft: int) -> Subset:
-    """The best set of this number of layers, with its best K."""
+    """Returns the best set of this number of layers, with its best K."""
     num_layers = len(state["scores"])
     layers = sorted(set(range(num_layers)) - set(state["dropped"][: num_layers - size]))
     bits = [answer.matches(layers, max_num_draft) for answer in answers]
@@ -157,5 +158,5 @@ def show(subsets: Sequence[Subset]) -> None:
     ]  # fmt: skip
     show_table(COLUMNS, {"": rows}, "layers")
     best = max(subsets, key=lambda row: row.guess)
-    verdict = "Measure it before you serve with it: bench." if best.guess > PAYS else "None is likely to pay."
+    verdict = "Measure it with `bench` before you serve it." if best.guess > PAYS else "No set is likely to pay off."
     say(f"{LEGEND}\n\n{verdict}\n{serve_with(best.config)}")

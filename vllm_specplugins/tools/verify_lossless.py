@@ -1,7 +1,7 @@
-"""`verify-lossless` tests that outputs with speculation have the distribution of outputs without it. Real engines serve
-a tiny model with random weights, without speculation and with each method. For each cell of a grid of sampling
-parameters, samples are compared with the model's exact distribution (lossless/model.py). At temperature 0, outputs are
-compared token for token with those without speculation."""
+"""Implements `verify-lossless`, which tests that outputs with speculation have the distribution of outputs without it.
+Real engines serve a tiny model with random weights, without speculation and with each method. For each cell of a grid
+of sampling parameters, samples are compared with the model's exact distribution (lossless/model.py). At temperature 0,
+outputs are compared token for token with those without speculation."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_json, write_json
 
 NUM_PROMPTS = 4
-# Engines compute in another order, some with TF32: a token this close to a cut may be in or out.
+# Engines sum in another order, some with TF32, so a token this close to a cut may be in or out.
 ROUNDING = 2e-3
 NO_SPECULATION = "no speculation"
 
@@ -38,8 +38,7 @@ class Verification:
         self._greedy: dict[str, list[list[list[int]]]] = {}  # outputs without speculation
 
     def judge(self, draw: Draw, method: str) -> list[Judged]:
-        """Judges all cells of a method, up to the one in which its engine fails; NO_SPECULATION comes before all
-        methods."""
+        """Judges all cells of a method until its engine fails. The caller judges NO_SPECULATION before all methods."""
         judged, served = list[Judged](), list[grid.Cell]()
         for cell in (*self._cells, None):
             if cell is None and sum(not other.is_greedy for other in served) < 2:
@@ -67,7 +66,7 @@ class Verification:
             return Judged(*counted, num_different=num_different)
         counts = np.zeros([len(groups), *[VOCAB_SIZE] * grid.NUM_TOKENS], np.int64)
         for index, outputs in zip(indices, drawn.token_ids, strict=True):
-            for output in outputs:  # one that was stopped goes on with its last token
+            for output in outputs:  # a stopped output repeats its last token
                 outcome = output[: grid.NUM_TOKENS]
                 counts[(index, *outcome, *outcome[-1:] * (grid.NUM_TOKENS - len(outcome)))] += 1
         probs, possible = (
@@ -99,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Configurations of the methods to verify, by name; all of our methods if the user names none. Raises ConfigError
-    for an unknown name or invalid JSON.
+    """Returns configurations of the methods to verify, by name; all methods of this package if the user names none.
+    Raises ConfigError for an unknown name or invalid JSON.
 
     >>> list(pick_methods(["jump", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['jump-probabilistic', 'jump-coupled', 'ngram:2']

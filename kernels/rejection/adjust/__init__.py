@@ -1,7 +1,7 @@
-"""Edits of logits before verification, exact at every position: allowed tokens, biases, minimum lengths, penalties, bad
-words. `Edits` holds the arrays by request state that vLLM's Model Runner V2 stores on the device, so a step converts
-nothing. The order is vLLM's: bias, then repetition, frequency and presence penalties. A forbidden token gets -inf.
-num_logits, num_states: as in rejection/."""
+"""Edits logits before verification, exactly at every position: allowed tokens, biases, minimum lengths, penalties and
+bad words. `Edits` holds the arrays by request state that vLLM's Model Runner V2 stores on the device, so a step
+converts nothing. The order is vLLM's: bias, then repetition, frequency and presence penalties. A forbidden token gets
+-inf. num_logits, num_states: as in rejection/."""
 
 from typing import Any, NamedTuple
 

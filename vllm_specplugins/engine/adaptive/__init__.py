@@ -1,2 +1,2 @@
-"""Adaptive verification on the device: `trimming.py` enables vLLM's, and `budget.py` chooses the number of draft
-tokens."""
+"""Runs adaptive verification on the device: `trimming.py` enables vLLM's implementation, and `budget.py` chooses the
+number of draft tokens."""

@@ -20,12 +20,12 @@ from vllm_specplugins.engine.verify import EDITED_ROWS
 from vllm_specplugins.gate.budget import Prices, StepBudget
 from vllm_specplugins.kernels.budget import Layout, share_budget
 
-LOOKS_EVERY = 16  # steps between two reads of the contexts of batches of one size
+LOOKS_EVERY = 16  # steps between two reads of the contexts of batches of the same size
 
 
 class AcceptProbs(NamedTuple):
     """The acceptance probability of each token of the newest drafts, [S + 1, K] float32: on the device, in memory that
-    the host can read, and as the host's view, which may be a step older, or partly newer."""
+    the host can read, and as the host's view, which may be a step old, or partly newer."""
 
     newest: torch.Tensor
     mapped: torch.Tensor
@@ -33,8 +33,8 @@ class AcceptProbs(NamedTuple):
 
 
 def new_accept_probs(num_slots: int, max_num_draft: int, device: torch.device) -> AcceptProbs | None:
-    """Allocates AcceptProbs. None if ranks might read different values and run different graphs; vLLM then copies the
-    probabilities after an event."""
+    """Allocates AcceptProbs. Returns None if ranks might read different values and run different graphs; vLLM then
+    copies the probabilities after an event."""
     shape = num_slots + 1, max_num_draft
     newest = torch.ones(shape, dtype=torch.float32, device=device)
     if get_tp_group().world_size > 1 or not buffer_utils.is_uva_available():
@@ -47,13 +47,12 @@ class Budget:
     """Implements the methods of vLLM's manager.
 
     Args:
-        accept_probs: None: vLLM's.
+        accept_probs: the shared probabilities; None: vLLM copies them.
         edits_any: whether any of these slots, [R], has edits of its logits, for which a step copies the logits.
         max_model_len: the longest context; 0: only vLLM's table prices contexts.
-        beside_drafter: whether a drafter of vLLM drafts beside a lookup.
+        beside_drafter: whether a drafter of vLLM drafts in addition to a lookup.
 
-    Attributes:
-        num_verified: draft tokens of the newest step.
+    Attributes: num_verified: number of verified draft tokens of the newest step.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Budget:
         for name in ("add_request", "get_num_tokens", "compact_batch", "reallocate_drafts"):
             setattr(manager, name, getattr(self, name))
         if accept_probs is not None:
-            manager.record_confidences = lambda *_: None  # drafting has written them
+            manager.record_confidences = lambda *_: None  # drafting has already written them
 
     def add_request(self, slot: int) -> None:
         """Assumes that a new request's first draft will be accepted as a whole."""
@@ -119,7 +118,8 @@ class Budget:
         return num_fixed + budget
 
     def _context_of(self, num_tokens: Mapping[str, int]) -> float:
-        """The mean context per request, in tokens, of this batch or of a recent one with as many requests."""
+        """Returns the mean context per request, in tokens, of this batch or of a recent batch with the same number of
+        requests."""
         num_reqs, age, context = self._context
         if num_reqs != len(num_tokens) or age >= LOOKS_EVERY:
             age, context = 0, float(self._req_states.num_computed_tokens_np[self._slots(num_tokens)].mean())
@@ -127,13 +127,14 @@ class Budget:
         return context
 
     def costs(self) -> dict[str, float]:
-        """Seconds of the newest step without drafts, and of each draft token if all tokens are verified."""
+        """Returns the seconds of the newest step without drafts, and of each draft token if the step verifies all
+        tokens."""
         (step_ms, token_ms, num_fixed, total), (_, verify_ms) = self._step, self._manager.cost_tables or (None, [0, 0])
         table_ms = (verify_ms[total] - verify_ms[num_fixed]) / max(1, total - num_fixed)
         return {"step": (step_ms + verify_ms[num_fixed]) / 1000, "draft_token": (token_ms + table_ms) / 1000}
 
     def pass_ms(self, num_passes: int) -> tuple[float, float]:
-        """Milliseconds of the newest step without drafting, and of each of these passes that draft."""
+        """Returns the milliseconds of the newest step without drafting, and of each of these drafting passes."""
         (step_ms, token_ms, num_fixed, _), (_, verify_ms) = self._step, self._manager.cost_tables
         verifying_ms = float(verify_ms[num_fixed + self.num_verified]) + self.num_verified * token_ms
         return step_ms - self._draft_ms + verifying_ms, self._draft_ms / num_passes
@@ -159,11 +160,11 @@ class Budget:
     def reallocate_drafts(self, request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         """Returns the indices at which the rows' logits and tokens begin, and the total number of draft tokens."""
         num_reqs, layout, (num_drafts, num_tokens, starts) = len(request_ids), self._layout, self._counts
-        # vLLM 0.33 also returns the admitted numbers, where sampling is sharded by batch: then nothing is trimmed.
+        # vLLM 0.33 also returns the admitted numbers if sampling is sharded by batch, and then drafts are not trimmed.
         more = (None,) if hasattr(self._manager, "_copy_admitted_drafts_to_host") else ()
         self._manager._batch_budget = None
         cu_num_logits, device = layout.cu_num_logits[: num_reqs + 1], self._newest.device
-        if self.num_verified == int(num_drafts.sum()):  # the layout is as vLLM has just uploaded it
+        if self.num_verified == int(num_drafts.sum()):  # the layout is the one that vLLM has just uploaded
             is_uniform = self._uniform >= 0
             cu_num_logits = self._uniform_starts(num_reqs) if is_uniform else async_tensor_h2d(starts, device)
         elif self._uniform >= 0:
@@ -178,7 +179,7 @@ class Budget:
         share_budget(self._layout, self._newest, slots, counts, budget, bonus)
 
     def _uniform_counts(self, num_reqs: int, num_draft: int) -> torch.Tensor:
-        """[2, R], draft tokens of each request and its one other token."""
+        """Returns the draft tokens of each request and its one other token, [2, R]."""
         if (num_reqs, num_draft) not in self._uploaded:
             counts = np.repeat(np.array([[num_draft], [1]], np.int32), num_reqs, axis=1)
             self._uploaded[num_reqs, num_draft] = async_tensor_h2d(counts, self._newest.device)
@@ -193,18 +194,18 @@ class Budget:
 
 
 _CONTEXT_LEN = "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"
-_REPLAYS = 5  # of each batch; their median counts
+_REPLAYS = 5  # replays of each batch; their median counts
 
 
 def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], None]) -> None:
     """Makes vLLM's profile measure prices, and calls `use` with them; all ranks get the same prices. `manager` is
     vLLM's manager of adaptive verification. vLLM's profile times requests of one token with 8,192 tokens of context
     each. Its table therefore prices a draft token like another request, although the token reads the same keys and
-    values as its request. Here the table's batches have no context, and four more batches measure the cost of a
+    values as its request. Here the batches of the table have no context, and four more batches measure the cost of
     context. VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN turns this off."""
     theirs, set_theirs = manager.batches_to_profile, manager.set_initial_cost_curves
     width = manager.num_speculative_steps + manager.num_bonus_tokens
-    if envs.is_set(_CONTEXT_LEN) or width > manager.req_states.max_num_batched_tokens:  # no step has a whole draft
+    if envs.is_set(_CONTEXT_LEN) or width > manager.req_states.max_num_batched_tokens:  # no step verifies a whole draft
         return
     context_len = min(envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN, max_model_len - width)
 

@@ -1,6 +1,6 @@
-"""Enables vLLM's adaptive verification, which trims drafts on the device, where their true lengths are known even under
-asynchronous scheduling. It verifies a draft token if its acceptance probability (0 without a match) justifies its cost.
-Without it the scheduler plans a draft's length from the last one (engine/scheduler.py)."""
+"""Enables vLLM's adaptive verification, which trims drafts on the device. The device knows their actual lengths even
+with asynchronous scheduling. It verifies a draft token if its acceptance probability (0 without a match) justifies its
+cost. Without it the scheduler plans a draft's length from the last one (engine/scheduler.py)."""
 
 import logging
 from dataclasses import replace
@@ -38,7 +38,7 @@ def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any
         if manager is None:
             _record_plain_steps(runner)
             return None
-        record = manager.record_confidences  # the runner may hand over those of a drafter of vLLM's
+        record = manager.record_confidences  # the runner may pass the probabilities of a drafter of vLLM
         manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
         edits_any = getattr(getattr(runner.rejection_sampler, "editor", None), "edits_any", lambda slots: False)
         more = edits_any, runner.max_model_len, speculator.offers is not None

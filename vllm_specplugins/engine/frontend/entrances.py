@@ -1,6 +1,6 @@
-"""Checks, in the engine, the options of requests that bypass our front end: requests from vLLM's Rust front end and
-from clients of the engine core. Our front end runs in vLLM's Python API server and in `LLM`. Options that it has
-checked carry a tenant as bytes, which JSON cannot express."""
+"""Checks, in the engine, the options of requests that bypass the plugin's front end: requests from vLLM's Rust front
+end and from clients of the engine core. The plugin's front end runs in vLLM's Python API server and in `LLM`. Its
+checked options contain a tenant as bytes, which JSON cannot express."""
 
 import copy
 import logging
@@ -22,9 +22,9 @@ from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 logger = logging.getLogger("vllm.specplugins")
 RUST = (
-    "VLLM_USE_RUST_FRONTEND is set. A request with an invalid option runs without options, instead of answering 400. "
-    "`prediction`, and a reference given as text, are ignored. Set VLLM_SPECPLUGINS_METRICS_PORT to export the "
-    "plugin's metrics, which the server's /metrics does not have."
+    "VLLM_USE_RUST_FRONTEND is set: a request with an invalid option runs without options and gets no 400. The server "
+    "ignores `prediction` and a reference in text. Its /metrics lacks the plugin's metrics: set "
+    "VLLM_SPECPLUGINS_METRICS_PORT to export them."
 )
 
 
@@ -36,7 +36,8 @@ class EngineOptions(OptionsResolver):
         self._logged = set[str]()
 
     def options_of(self, params: Any) -> Options:
-        """A request's checked options. If one is refused, the result is empty, and the first refusal is logged."""
+        """Returns a request's checked options. If an option is invalid, the result is empty, and the first error is
+        logged."""
         try:
             mine = self.resolved(params)
             return dict(mine.extra_args["specplugins"])
@@ -44,7 +45,7 @@ class EngineOptions(OptionsResolver):
             cause = str(error) if isinstance(error, VLLMValidationError) else f"{cause_text(error)}."
             self._log_once(
                 type(error).__name__,
-                f"A request runs without its options, which bypassed vLLM's Python front end: {cause}",
+                f"A request bypassed vLLM's Python front end and runs without its options: {cause}",
             )
         return {}
 
@@ -65,7 +66,7 @@ class EngineOptions(OptionsResolver):
 
 
 def check_front_end(vllm_config: VllmConfig) -> None:
-    """Logs the limits of vLLM's Rust front end. Raises ConfigError if the port of our metrics is invalid."""
+    """Logs the limits of vLLM's Rust front end. Raises ConfigError if the port for metrics is invalid."""
     address_of(vllm_config)
     if envs.VLLM_USE_RUST_FRONTEND and vllm_config.parallel_config._api_process_rank == -1:  # `vllm serve` starts it
         logger.warning(RUST)

@@ -1,6 +1,6 @@
-"""What serves where we do not draft: VLLM_SPECPLUGINS_DISABLE is set, or this vLLM lacks a name. A server that names
-our method then serves without speculation, or with the drafter of vLLM that a cascade holds.
-VLLM_SPECPLUGINS_ON_ERROR is "serve" for that, the default, or "refuse", which ends the start."""
+"""Serves without the plugin's drafts if VLLM_SPECPLUGINS_DISABLE is set or this vLLM lacks a name. The server then runs
+without speculation, or with the drafter of vLLM that a cascade contains. With VLLM_SPECPLUGINS_ON_ERROR "refuse"
+instead of "serve", the default, a missing name ends the start."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ def is_disabled() -> bool:
 
 
 def refuses() -> bool:
-    """Whether a server shall not start without us. Raises ConfigError."""
+    """Returns whether a server must not start without the plugin. Raises ConfigError for an invalid variable."""
     choice = os.environ.get(ON_ERROR) or "serve"
     if choice not in ("serve", "refuse"):
         raise ConfigError(f"{ON_ERROR} must be serve or refuse, not {choice!r}.")
@@ -29,13 +29,13 @@ def refuses() -> bool:
 
 
 def check_choice(problem: str) -> None:
-    """Raises ConfigError with a problem in our use of vLLM if the server shall not start without us."""
+    """Raises ConfigError with the problem if the server must not start without the plugin."""
     if refuses():
         raise ConfigError(f"{problem}; the server stops, because {ON_ERROR} is refuse.")
 
 
 def vllm_alone(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """vLLM's configuration of the drafter that a cascade holds, if it holds one of vLLM."""
+    """Returns vLLM's configuration of the vLLM drafter in a cascade, or None."""
     stages = raw.get("stages")
     for stage in stages if isinstance(stages, list | tuple) else ():
         theirs = stage if isinstance(stage, Mapping) else {"method": stage}
@@ -46,7 +46,7 @@ def vllm_alone(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def serve_without_us(raw: Mapping[str, Any], reason: str, original: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
-    """vLLM's configuration without our method; logs the reason in one sentence."""
+    """Returns vLLM's configuration without the plugin's method, and logs the reason in one sentence."""
     alone = vllm_alone(raw)
     how = f"with {alone['method']} alone" if alone else "without speculative decoding"
     logger.error("%s; the server runs %s.", reason, how)

@@ -22,14 +22,14 @@ def _among_plain_modules(original: Any, overrides: Any) -> None:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether vLLM can read all objects of a module.
+    """Returns whether vLLM can read all objects of a module.
 
     >>> import math
     >>> _is_plain(math)
     True
     """
     try:
-        with warnings.catch_warnings():  # torch warns of deprecated attributes
+        with warnings.catch_warnings():  # torch warns about deprecated attributes
             warnings.simplefilter("ignore")
             values = [value for value in list(vars(module).values()) if hasattr(value, "__dict__")]
             return all(hasattr(vars(value), "get") for value in values)

@@ -1,4 +1,4 @@
-"""Passes per-request options through vLLM: the front end resolves them, and the worker reads them."""
+"""Passes the options of a request through vLLM: the front end resolves them, and the worker reads them."""
 
 import asyncio
 import copy
@@ -55,7 +55,7 @@ def sealed(core_request: Any) -> Any:
 
 
 def request_options(sampling_params: Any) -> Options:
-    """The resolved options of a request; empty if it has none."""
+    """Returns the resolved options of a request; empty if it has none."""
     options = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins")
     try:
         return received(options) if isinstance(options, Mapping) else {}
@@ -88,9 +88,9 @@ class OptionsResolver:
         return asyncio.run_coroutine_threadsafe(self.resolved_beside(params), self._loop).result()
 
     async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with resolved options; the same object if there is nothing to resolve. Other threads tokenise
-        texts and ask custom proposers, so that the event loop goes on streaming. Raises VLLMValidationError: an option
-        is not allowed; the front end answers 400."""
+        """Returns the parameters with resolved options, or the same object if there is nothing to resolve. Other
+        threads tokenize texts and call custom proposers, so the event loop continues to stream. Raises
+        VLLMValidationError for an invalid option; the front end then answers 400."""
         if not self._takes(params):
             return params
         try:
@@ -115,8 +115,8 @@ class OptionsResolver:
         return params
 
     def _takes(self, params: Any) -> bool:
-        """Whether the request has options to resolve. Warns once of a key that resembles ours ("specplugin.enabled"),
-        which vLLM would ignore in silence."""
+        """Returns whether the request has options to resolve. Warns once about a key that resembles an option
+        ("specplugin.enabled"), which vLLM would silently ignore."""
         keys = getattr(params, "extra_args", None) if not self._has_warned else None
         for key in map(str, islice(keys, 8)) if isinstance(keys, dict) else ():
             resembles = get_close_matches(key[: len(FLAT)], [FLAT], 1, 0.8)
@@ -139,7 +139,7 @@ class OptionsResolver:
         return options
 
     def _tokenize(self, text: str) -> Work[bytearray]:
-        """The tokens of a reference as int32, piece by piece; stops after max_model_len."""
+        """Yields the tokens of a reference as int32, piece by piece, up to max_model_len."""
         if self._tokenizer is None:
             raise ConfigError("specplugins: reference must be token ids: the engine has no tokenizer.")
         token_ids = bytearray()
@@ -175,7 +175,7 @@ def check_requests() -> None:
 
 
 def _with_every_parameter(original: Any, self: SamplingParams, speculative_config: Any) -> None:
-    """vLLM refuses min_p and logit_bias with speculation; our verification honours them."""
+    """Allows min_p and logit_bias, which vLLM refuses with speculation: the plugin's verification supports them."""
     config = getattr(speculative_config, "plugin_config", None)
     if config is not None and verifies():
         self = copy.copy(self)
@@ -209,8 +209,8 @@ class RequestLimits(NamedTuple):
     """The limits of a request's drafts.
 
     Args:
-        options: as the front end resolved them; empty if the request has none.
-        length_limit: of prompt, output and the branches of a draft together, in tokens.
+        options: the options that the front end resolved; empty if the request has none.
+        length_limit: the limit of prompt, output and the branches of a draft together, in tokens.
     """
 
     options: Options
@@ -219,8 +219,8 @@ class RequestLimits(NamedTuple):
 
     @classmethod
     def of(cls, params: Any, num_prompt_tokens: int, max_model_len: int, num_beside: int = 0) -> "RequestLimits":
-        """The limits of a request with these parameters. Of each draft, `num_beside` tokens are not on its longest
-        path, and take no room of the output."""
+        """Returns the limits of a request with these parameters. Of each draft, `num_beside` tokens are not on its
+        longest path, and take no room of the output."""
         output = getattr(params, "max_tokens", None)
         limit = max_model_len if output is None else num_prompt_tokens + output + num_beside
         return cls(request_options(params), min(max_model_len, limit), num_prompt_tokens)
@@ -230,19 +230,19 @@ class RequestLimits(NamedTuple):
         return self._replace(options=frozen(self.options))
 
     def max_draft_tokens(self, num_tokens: int, max_num_draft: int) -> int:
-        """The largest draft that a request of this length may get in a step, at most `max_num_draft` tokens."""
+        """Returns the longest draft that a request of this length may get in a step, at most `max_num_draft` tokens."""
         return draft_limit(self.options, num_tokens, max_num_draft, self.length_limit)
 
 
 logger = logging.getLogger("vllm.specplugins")
 
-MAX_ABANDONED = 8  # checks that have not returned; each still takes turns of the interpreter
+MAX_ABANDONED = 8  # most checks that have not returned; each still uses the interpreter
 
 
 class OptionChecks:
     """Runs the `check_options` functions of proposers, which raise to refuse options. A check is a user's code on a
-    client's data, so it runs in a thread. A check that hangs delays its request by `budget_ms` ms. One call in C that
-    holds the GIL, such as a regular expression's, delays all requests until it returns."""
+    client's data, so it runs in a thread. A check that hangs delays its request by `budget_ms` ms. A call in C that
+    holds the GIL, such as a regular expression, delays all requests until it returns."""
 
     def __init__(self, checks: Sequence[OptionCheck], budget_ms: float):
         self._checks = checks
@@ -250,17 +250,17 @@ class OptionChecks:
         self._abandoned: list[Future[str | None]] = []
 
     def concern(self, options: Mapping[str, Any]) -> bool:
-        """Whether any check concerns these options."""
+        """Returns whether any check applies to these options."""
         return bool(self._checks) and not options.keys() <= SETTINGS
 
     @property
     def are_stuck(self) -> bool:
-        """Whether MAX_ABANDONED earlier checks have not returned yet."""
+        """Returns whether MAX_ABANDONED earlier checks still run."""
         self._abandoned = [check for check in self._abandoned if not check.done()]
         return len(self._abandoned) >= MAX_ABANDONED
 
     async def refusal(self, options: Mapping[str, Any]) -> str | None:
-        """The reason why a check refuses the options, or None."""
+        """Returns the reason why a check refuses the options, or None."""
         check: Future[str | None] = Future()
         check.set_running_or_notify_cancel()
         work = lambda: check.set_result(self._refusal(options))  # noqa: E731

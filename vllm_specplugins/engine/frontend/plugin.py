@@ -1,5 +1,6 @@
-"""The entry point: lets vLLM's `--speculative-config` name our methods. It wraps two methods of `EngineArgs`, which
-pass calls with other methods to vLLM unchanged; all other changes (vllm_api/replaced.toml) follow a call with ours."""
+"""The entry point: adds the plugin's methods to vLLM's `--speculative-config`. It wraps two methods of `EngineArgs`,
+which pass calls with other methods to vLLM unchanged. All other changes (vllm_api/replaced.toml) follow only for a
+method of the plugin."""
 
 import logging
 from collections.abc import Mapping
@@ -20,13 +21,14 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def install() -> None:
-    """Wraps EngineArgs, once per process. With VLLM_SPECPLUGINS_DISABLE=1 it only leaves out our methods."""
+    """Wraps EngineArgs, once per process. With VLLM_SPECPLUGINS_DISABLE=1 it only removes the plugin's methods from a
+    configuration."""
     try:
         from vllm.engine.arg_utils import EngineArgs
 
         for name in "create_speculative_config", "create_engine_config":
             getattr(EngineArgs, name)
-    except (AttributeError, ImportError) as error:  # vLLM calls this at each start, whatever the method is
+    except (AttributeError, ImportError) as error:  # vLLM calls this at each start, with any method
         logger.error("vllm-specplugins does not support this vLLM (%s); vLLM runs without it.", error)
         return
     if fallback.is_disabled():
@@ -37,8 +39,9 @@ def install() -> None:
 
 
 def requested(args: Any) -> dict[str, Any] | None:
-    """The `speculative_config` of EngineArgs, with --spec-* flags, if it names a method of ours, else None. Raises
-    ConfigError: neither we nor vLLM know the method, or a key is given twice."""
+    """Returns the `speculative_config` of EngineArgs, with --spec-* flags, if it names a method of the plugin,
+    otherwise None. Raises ConfigError for a method that neither the plugin nor vLLM has, and for a key that is set
+    twice."""
     raw = args.speculative_config
     if raw is not None and not isinstance(raw, Mapping):
         return None
@@ -83,14 +86,14 @@ def _engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             compat.check_installed()
             if version := compat.untested_version():
-                fallback.check_choice(f"vllm-specplugins was not tested with vLLM {version}, but {compat.SUPPORTED}")
+                fallback.check_choice(f"vllm-specplugins was tested with vLLM {compat.SUPPORTED}, not {version}")
             vllm_config = _with_method(config, original, self, *args, **kwargs)
         except compat.NotSupportedError as error:
             problem = f"vllm-specplugins does not support this vLLM ({error})"
             fallback.check_choice(problem)
             return fallback.serve_without_us(raw, problem, original, self, *args, **kwargs)
         if version:
-            words = "vllm-specplugins was tested with vLLM %s, not %s. It drafts: all names that it uses exist."
+            words = "vllm-specplugins was tested with vLLM %s, not %s. It drafts, because all names that it uses exist."
             logger.warning(words, compat.SUPPORTED, version)
         return vllm_config
 
@@ -98,7 +101,7 @@ def _engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _without_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         raw = requested(self)
-    except ConfigError:  # no method that we know
+    except ConfigError:  # an unknown method
         raw = None
     if raw is None:
         return original(self, *args, **kwargs)

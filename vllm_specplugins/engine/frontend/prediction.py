@@ -10,14 +10,14 @@ from vllm_specplugins.request_options import Limits, check_size
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A request's prediction, and its options, which take precedence."""
+    """The prediction of a request, and its options, which take precedence."""
 
     prediction: Any
     options: Any
 
 
 def take_predictions() -> None:
-    """Makes chat completions pass on their prediction. Applied once per process, in the process that receives
+    """Makes chat completions forward their prediction. Applied once per process, in the process that receives
     requests."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -33,8 +33,8 @@ def _with_prediction(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def text_of(prediction: Any, limits: Limits) -> str:
-    """The text of `{"type": "content", "content": ...}`, where the content is a text or a list of text parts. Raises
-    ConfigError for another form, or if the text is longer than a reference may be."""
+    """Returns the text of `{"type": "content", "content": ...}`, where the content is a text or a list of text parts.
+    Raises ConfigError for another form, and for a text that is too long for a reference."""
     is_content = isinstance(prediction, dict) and prediction.get("type") == "content"
     content = prediction.get("content") if is_content else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

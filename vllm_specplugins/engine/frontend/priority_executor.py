@@ -1,4 +1,4 @@
-"""A queue of texts that one thread tokenizes piece by piece, short texts first, so a long text delays a short one by at
+"""Tokenizes queued texts in one thread, piece by piece and short texts first, so a long text delays a short text by at
 most one piece. A text that has waited for a time proportional to its length precedes shorter ones."""
 
 import itertools
@@ -13,14 +13,14 @@ T = TypeVar("T")
 Work = Generator[None, None, T]
 
 PIECE = 4096  # characters, about 20 ms
-SECONDS_PER_CHARACTER = 2e-5  # for which a text lets shorter ones pass: four times its tokenising
-SEARCHED = 500  # characters, for a space to cut at
+SECONDS_PER_CHARACTER = 2e-5  # wait after which a text precedes shorter ones: four times its tokenization
+SEARCHED = 500  # characters in which a space to cut at is searched
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Splits a text before spaces, if it has any, so that its pieces have the same tokens as the whole."""
+    """Splits a text before spaces, if it has any, so that the pieces have the same tokens as the whole text."""
     start = 0
-    while len(text) - start > PIECE + 1:  # one more, to see whether a word begins
+    while len(text) - start > PIECE + 1:  # one more character shows whether a word begins
         end = start + PIECE
         end = next((place for place in range(end, end - SEARCHED, -1) if _begins_word(text, place)), end)
         yield text[start:end]
@@ -30,16 +30,16 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _begins_word(text: str, place: int) -> bool:
-    """Whether a token ends here: a word begins with the space before it."""
+    """Returns whether a token ends here, because a word begins with the space before it."""
     return text[place] == " " and not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace()
 
 
 class PriorityExecutor:
-    """Does work in a daemon thread."""
+    """Runs work in a daemon thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._waiting: queue.PriorityQueue[tuple[float, int, Work[Any], Future[Any]]] = queue.PriorityQueue()
-        self._order = itertools.count()  # first come, first served among equals
+        self._order = itertools.count()  # first come, first served for equal priorities
         self._clock = clock
         threading.Thread(target=self._run, name="specplugins-line", daemon=True).start()
 
@@ -52,7 +52,7 @@ class PriorityExecutor:
 
     def _run(self) -> None:
         while True:
-            self._work_on(self._waiting.get())  # no reference to finished work stays
+            self._work_on(self._waiting.get())  # it must not keep a reference to finished work
 
     def _work_on(self, entry: tuple[float, int, Work[Any], Future[Any]]) -> None:
         *_, work, future = entry

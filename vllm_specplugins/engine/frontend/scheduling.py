@@ -1,5 +1,5 @@
-"""Adapts our methods to vLLM's scheduling: a name that permits asynchronous scheduling, a K that fits the server, and
-time to shut down."""
+"""Adapts the plugin's methods to vLLM's scheduling: a name that permits asynchronous scheduling, a K that fits the
+server, and time to shut down."""
 
 import logging
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from vllm_specplugins.plan import CHOOSING, PLANNED
 
 logger = logging.getLogger("vllm.specplugins")
 
-GRACE_S = 5.0  # as much time as vLLM gives workers
-MASKS_SHARE = 0.01  # of the device's memory, above which bitmasks of structured output shorten the default K
+GRACE_S = 5.0  # the time that vLLM gives workers
+MASKS_SHARE = 0.01  # share of the device's memory above which bitmasks of structured output shorten the default K
 
 
 @contextmanager
 def may_be_asynchronous(method: str) -> Iterator[None]:
-    """Adds our method to the names that vLLM's check of `async_scheduling` knows."""
+    """Adds the plugin's method to the names that vLLM's check of `async_scheduling` accepts."""
     from vllm.config import vllm as vllm_config_module
 
     known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(method))]  # type: ignore[valid-type]
@@ -30,8 +30,8 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
 
 
 def fitting_server(config: SpecConfig, engine_args: Any, model_config: Any) -> SpecConfig:
-    """A copy with a smaller default of K if the server needs it. `engine_args` has its numbers of requests and tokens.
-    Raises ConfigError: LoRA allows no K, or not the user's."""
+    """Returns a copy with a smaller default of K if the server needs it. `engine_args` has the server's numbers of
+    requests and tokens. Raises ConfigError if LoRA allows no K, or not the user's K."""
     num_seqs, num_tokens, length = engine_args.max_num_seqs, engine_args.max_num_batched_tokens, config.length
     limit = num_tokens // num_seqs - 1
     if engine_args.enable_lora and limit < (length if config.says_length else 1):
@@ -49,17 +49,19 @@ def fitting_server(config: SpecConfig, engine_args: Any, model_config: Any) -> S
         f"LoRA needs max_num_batched_tokens ({num_tokens}) >= max_num_seqs ({num_seqs}) x (K + 1)": (
             limit if engine_args.enable_lora else length
         ),
-        f"with max_num_seqs {num_seqs}, bitmasks of structured output would take {size:.2f} GiB on the device and "
-        f"{size:.2f} GiB on the host, more than {MASKS_SHARE:.0%} of the device's memory": (
-            max(SHORT, fits) if device_bytes else length
-        ),
+        f"for max_num_seqs {num_seqs}, bitmasks of structured output would take {size:.2f} GiB on the device and on "
+        f"the host, more than {MASKS_SHARE:.0%} of the device's memory": (max(SHORT, fits) if device_bytes else length),
         f"max_model_len is {model_config.max_model_len}": max(1, model_config.max_model_len - 1),
     }
     reason = min(reasons, key=reasons.__getitem__)
     if (limit := reasons[reason]) >= length:
         return config
     logger.info(
-        "%s: the default of num_speculative_tokens is %d here instead of %d: %s.", config.method, limit, length, reason
+        "%s: num_speculative_tokens defaults to %d instead of %d on this server: %s.",
+        config.method,
+        limit,
+        length,
+        reason,
     )
     return replace(shortened(config, limit), says_length=False)
 
@@ -69,15 +71,15 @@ def _device_bytes() -> int:
 
     try:
         return int(current_platform.get_device_total_memory())
-    except Exception:  # a host without the device, as with Ray, or a platform that does not tell
+    except Exception:  # a host without the device, as with Ray, or a platform without this method
         return 0
 
 
 def fitting(vllm_config: Any) -> SpecConfig | None:
-    """A copy with a smaller default of K if a step may not schedule 1 + K tokens; None if K fits. Without a table of
-    lengths, vLLM pads a prompt that is cached up to one token to 1 + K tokens. It never schedules such a prompt if this
-    exceeds a step's budget, and fails if it exceeds the threshold of long prompts. Raises ConfigError: no K fits, or
-    not the user's."""
+    """Returns a copy with a smaller default of K if a step may not schedule 1 + K tokens; None if K fits. Without a
+    table of lengths, vLLM pads a prompt that is cached up to one token to 1 + K tokens. It never schedules such a
+    prompt if this exceeds a step's budget, and fails if it exceeds the threshold of long prompts. Raises ConfigError if
+    no K fits, or not the user's K."""
     scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
     config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
     if has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING):
@@ -94,11 +96,11 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
     if limit < 2 or config.says_length:
         num = config.length if config.says_length else 1
         raise ConfigError(
-            f"{config.method}: {name} must allow {num + 1} tokens with {num} draft tokens (num_speculative_tokens), "
-            f"since vLLM pads prompts to one token more, not {limit}."
+            f"{config.method}: {name} must allow {num + 1} tokens with num_speculative_tokens {num}, since vLLM adds a "
+            f"token, not {limit}."
         )
     sentence = (
-        "%s: the default of num_speculative_tokens is %d here instead of %d, because %s is %d and vLLM adds a token."
+        "%s: num_speculative_tokens defaults to %d instead of %d on this server: %s is %d, and vLLM adds a token."
     )
     logger.info(sentence, config.method, limit - 1, config.length, name, limit)
     return shortened(config, limit - 1)
@@ -125,5 +127,5 @@ def vllm_methods() -> tuple[Any, ...]:
 
 
 def name_in_vllm(method: str) -> str:
-    """The name of our method for vLLM. It has a prefix if vLLM has a method of that name and would serve it itself."""
+    """Returns the name of the plugin's method for vLLM, with a prefix if vLLM has a method of the same name."""
     return f"specplugins_{method}" if method in vllm_methods() else method

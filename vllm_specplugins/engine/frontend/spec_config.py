@@ -1,4 +1,5 @@
-"""Our `SpeculativeConfig`, which carries a checked configuration of ours into every process of the engine."""
+"""Defines the plugin's `SpeculativeConfig`, which carries its checked configuration into every process of the
+engine."""
 
 import logging
 from contextlib import nullcontext
@@ -39,7 +40,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 CAN_TRIM = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
-# Every process that receives a configuration of ours imports this module, the front ends' among them.
+# Every process that receives the plugin's configuration imports this module, including the front ends.
 check_requests()
 check_arrivals()
 export_metrics()
@@ -48,7 +49,7 @@ split_streams()
 follow_calls()
 look_into_plain_modules_alone()
 
-# vLLM's workers that ours extend; see engine/worker.py.
+# vLLM's workers that the plugin's workers extend (engine/worker.py).
 WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_specplugins.engine.worker.GPUWorker",
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_specplugins.engine.worker.CPUWorker",
@@ -57,8 +58,8 @@ WORKERS = {
 
 @vllm_dataclass
 class PluginSpeculativeConfig(SpeculativeConfig):
-    """A method of ours as vLLM sees it: a speculative method without a model. A cascade with a proposer built into vLLM
-    looks like that proposer, so that all of vLLM (memory, KV cache, lookahead slots, hidden states) prepares for it."""
+    """A method of the plugin in vLLM's form: a speculative method without a model. A cascade with a proposer built into
+    vLLM has the form of that proposer, so vLLM prepares memory, KV cache, lookahead slots and hidden states for it."""
 
     method: str | None = None
     plugin_config: SkipValidation[Any] = None
@@ -79,7 +80,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def built_in_tokens(self) -> int:
-        """K of the built-in stage."""
+        """Returns K of the built-in stage."""
         length = self.built_in and self.built_in.num_speculative_tokens
         return length or self.num_speculative_tokens
 
@@ -89,7 +90,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def draws(self) -> bool:
-        """Whether drafts are sampled."""
+        """Returns whether drafts are sampled."""
         return bool(sample_methods(self.plugin_config) - {"greedy"})
 
     @property
@@ -97,7 +98,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         return reads_history(self.plugin_config)
 
     def use_ngram(self) -> bool:
-        """Whether vLLM's runner keeps all tokens in the device's memory."""
+        """Returns whether vLLM's runner stores all tokens in the device's memory."""
         return self.plan.on_device and self.reads_history
 
 
@@ -123,10 +124,10 @@ def build(
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
 ) -> PluginSpeculativeConfig:
-    """A configuration of ours as vLLM sees it. Raises ConfigError: vLLM refuses the stage that is built into it, or K
+    """Returns the plugin's configuration in vLLM's form. Raises ConfigError if vLLM refuses its built-in stage, or if K
     does not fit the server."""
     config = with_length_for_target(config, num_heads, has_state(target_model_config))
-    # vLLM sets these defaults after this call, and then checks K; to set them twice changes nothing.
+    # vLLM sets these defaults after this call, and then checks K; it does no harm to set them twice.
     engine_args._set_default_max_num_seqs_and_batched_tokens_args(
         usage_context, target_model_config, target_parallel_config
     )
@@ -147,8 +148,8 @@ def build(
 
 
 def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
-    """Puts our worker, plan and scheduler into a configuration that vLLM has completed. `async_scheduling` is the
-    user's value. Raises ConfigError: the method cannot run with this engine."""
+    """Sets the plugin's worker, plan and scheduler in a configuration that vLLM has completed. `async_scheduling` is
+    the user's value. Raises ConfigError if the method cannot run in this engine."""
     speculative_config = vllm_config.speculative_config
     method = speculative_config.plugin_config.method
     if current_platform.is_cpu() and has_state(vllm_config.model_config):
@@ -168,7 +169,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         )
     if speculative_config.runs_target:
         check_target(vllm_config, speculative_config.plugin_config)
-    if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
+    if speculative_config.built_in is None:  # otherwise vLLM reserves these slots itself, and knows the name
         vllm_config.__class__ = PluginVllmConfig
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:
@@ -202,10 +203,10 @@ def conditions_of(vllm_config: VllmConfig, asked_async: bool | None) -> Conditio
 
 
 def _untrimmed_for(vllm_config: Any) -> str | None:
-    """Why adaptive verification cannot trim drafts, as far as is known before the engine starts."""
+    """Returns why adaptive verification cannot trim drafts, if this is known before the engine starts."""
     parallel, model, config = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     if reads_lengths_on_host(config):
-        return "vLLM's drafter takes its longest query from the lengths that the host knows"
+        return "vLLM's drafter reads the longest draft length on the host"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return "it needs full CUDA graphs"
     for name, is_set in (

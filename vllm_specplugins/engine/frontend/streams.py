@@ -1,6 +1,6 @@
 """Parses streams as without drafts. A step with accepted drafts emits several tokens at once, and some of vLLM's
-parsers of tool calls and reasoning then lose text or calls. Parsers that are not proven to read several tokens at once
-get a stream token by token; the server still sends one chunk per step."""
+parsers of tool calls and reasoning then lose text or calls. Parsers without a passing test of several tokens at once
+get the stream token by token; the server still sends one chunk per step."""
 
 import logging
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from vllm_specplugins.engine.hooks import wrap
 
 logger = logging.getLogger("vllm.specplugins")
 
-# Parsers of vLLM that read several tokens as they read each alone (tests/engine/test_streams.py), beside those that
-# vLLM's parser engine runs.
+# Parsers of vLLM that read several tokens at once like single tokens (tests/engine/test_streams.py), in addition to
+# those that vLLM's parser engine runs.
 _TOOLS = (
     "Dots GptOss Granite4 HYV3 HYV4 Hermes2Pro KimiK3 Lfm2 Llama4Pythonic LongcatFlash MuseGlimmer Olmo3Pythonic "
     "PoolsideV1 Pythonic"
@@ -32,7 +32,7 @@ PROVEN = {
 
 
 def split_streams() -> None:
-    """Makes vLLM's front end split steps for parsers that are not proven; once per process."""
+    """Makes vLLM's front end split steps for parsers without a passing test. Applied once per process."""
     wrap(ParserManager, "get_parser", _parser)
 
 
@@ -43,7 +43,7 @@ def _parser(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not unproven:
         return parser
     logger.info(
-        "%s reads a stream token by token, because it is not proven with several tokens at once.",
+        "%s parses streams token by token, because tests do not cover it with several tokens at once.",
         " and ".join(unproven),
     )
     return type(parser.__name__, (_TokenByToken, parser), {})
@@ -81,19 +81,19 @@ class _TokenByToken:
 
 
 def _detokenizer(tokenizer: Any, request: Any, prompt_token_ids: list[int] | None) -> Any:
-    """vLLM's detokenizer of the request: it holds text back that may become a stop string."""
+    """Returns vLLM's detokenizer of the request, which holds back text that may become a stop string."""
     names = "stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"
     params = SamplingParams(**{name: getattr(request, name) for name in names if hasattr(request, name)})
     like: Any = SimpleNamespace(
         sampling_params=params, request_id="", prompt_token_ids=prompt_token_ids or [], prompt_embeds=None
     )
     detokenizer: Any = IncrementalDetokenizer.from_new_request(tokenizer, like)
-    detokenizer.stop = []  # vLLM has already looked for them
+    detokenizer.stop = []  # vLLM has already searched for them
     return detokenizer
 
 
 def _split(detokenizer: Any, text: str, token_ids: list[int]) -> Iterator[tuple[str, list[int]]]:
-    """Each token with its text. The last one has the rest: only vLLM knows how a request ends."""
+    """Returns each token with its text. The last token has the rest, since only vLLM knows how a request ends."""
     for token_id in token_ids[:-1]:
         length = len(_next(detokenizer, token_id))
         yield text[:length], [token_id]
@@ -110,7 +110,7 @@ def _next(detokenizer: Any, token_id: int) -> str:
 
 
 def _merged(first: Any, second: Any) -> Any:
-    """One message of two that follow each other."""
+    """Returns one message for two consecutive messages."""
     if first is None or second is None:
         return first or second
     for name in "reasoning", "content":

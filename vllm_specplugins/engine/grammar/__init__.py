@@ -1,1 +1,1 @@
-"""Drafts from grammars: the scheduler appends the text that a request's grammar forces to its draft."""
+"""Drafts from grammars: the scheduler appends to a draft the text that the request's grammar forces."""

@@ -1,9 +1,9 @@
-"""Forced tokens: if a grammar allows only one text next, the tokens with which the model would write it. xgrammar
+"""Finds forced tokens: if a grammar allows only one text next, the tokens with which the model would write it. xgrammar
 allows any tokens that spell the text, and a model often prefers short ones. The draft repeats the tokens with which a
-request of the tenant last wrote the text, and otherwise uses the tokenizer's. It omits the last token if the grammar
-allows a longer one with the same beginning. A client's grammar may force an endless text, so reading stops at the
-draft's length and at a time budget, which also covers vLLM's masks, one per draft token. A request with a slower
-grammar gets no more forced tokens.
+request of the tenant last wrote the text, or uses the tokenizer's tokens. It omits the last token if the grammar allows
+a longer token with the same beginning. A client's grammar may force an endless text, so reading stops at the draft's
+length and at a time budget, which also covers vLLM's masks, one per draft token. A request with a slower grammar gets
+no more forced tokens.
 """
 
 import logging
@@ -39,7 +39,7 @@ _PROBES = b"a", b"b", b"A", b"0", b"1", b" ", b"\xe4", b"\xe5"
 
 @dataclass(slots=True)
 class _Notes:
-    """The forced text that a request is writing since its token `start`."""
+    """The forced text that a request writes since its token `start`."""
 
     start: int = 0
     text: bytes = b""
@@ -49,11 +49,11 @@ class _Notes:
 
 
 class ForcedTokens:
-    """The forced tokens of all requests of an engine.
+    """Computes the forced tokens of all requests of an engine.
 
     Args:
-        tokenizer: the model's; must be a fast one.
-        vocab_size: the model's, which may exceed the tokenizer's.
+        tokenizer: the model's tokenizer, which must be fast.
+        vocab_size: the model's vocabulary size, which may exceed the tokenizer's.
         new_bitmask: creates vLLM's bitmask of one row when the first grammar arrives.
     """
 
@@ -116,7 +116,8 @@ class ForcedTokens:
         return _jump_forward(matcher) if is_choice else self._vocabulary.text(tokens)
 
     def _text_of(self, request: Any, notes: _Notes, read: Callable[[], bytes]) -> tuple[bytes, "array[int]"]:
-        """The text forced on a request now, and its recorded tokens, if any. Reads a text only at its beginning."""
+        """Returns the text that the grammar forces now, and its recorded tokens, if any. It reads a text only at its
+        beginning."""
         emitted = request.all_token_ids[notes.start :] if notes.text else []
         text = self._vocabulary.text(emitted)
         if text.startswith(notes.text):
@@ -164,7 +165,7 @@ class _Cursor:
         self.grammar, self.num_read, self._bitmask = grammar, 0, bitmask
 
     def read(self, tokens: Sequence[int]) -> bool:
-        """Advances over the tokens; returns whether the grammar allows them and may continue after them."""
+        """Advances over the tokens, and returns whether the grammar allows them and may continue after them."""
         for token in tokens:
             if self.grammar.is_terminated() or not self.grammar.accept_tokens("", [token]):
                 return False
@@ -182,8 +183,8 @@ class _Cursor:
 
 
 def _guidance_text(cursor: _Cursor, max_num: int) -> tuple[bytes, int]:
-    """The forced text, which llguidance bounds, and a draft length with masks within the time budget, since the time of
-    a mask grows with the text."""
+    """Returns the forced text, which llguidance bounds, and a draft length whose masks fit the time budget, since the
+    time of a mask grows with the text."""
     if text := cursor.grammar.ll_matcher.compute_ff_bytes():
         cursor.mask()  # the first mask builds a part of the lexer
         began = time.thread_time()

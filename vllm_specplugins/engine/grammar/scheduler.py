@@ -1,4 +1,4 @@
-"""A scheduler that appends forced tokens to drafts, after the grammar has cut them. Grammars live in the scheduler's
+"""Appends forced tokens to drafts in the scheduler, after the grammar has cut them. Grammars are in the scheduler's
 process, and a synchronous scheduler has the drafts. It adds no tokens before the grammar applies (reasoning), beyond
 the limits of a request's options, or if the request can verify only one position."""
 
@@ -17,12 +17,13 @@ from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
-# Limit of a request's forced tokens beside requests without a grammar: they lengthen its steps.
+# Limit of a request's forced tokens if the batch has requests without a grammar, since forced tokens lengthen their
+# steps.
 _MAX_BESIDE_OTHERS = 8
 
 
 class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
-    """vLLM's synchronous scheduler, and the stage `grammar`."""
+    """vLLM's synchronous scheduler with the stage `grammar`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -72,7 +73,7 @@ class GrammarScheduler(LimitsMasks, CountsEmitted, Scheduler):
             tokens = forced.after(grammar, draft[start:], min(room, max_num), request)
         except Exception as error:  # a client's grammar may cost only the client's drafts
             if not self._has_failed:
-                words = "grammar: no draft for a request in this step (%s). This is logged once."
+                words = "grammar cannot draft for a request in this step (%s). This is logged once."
                 logger.error(words, cause_text(error))
             self._has_failed = True
             return

@@ -1,4 +1,4 @@
-"""The sorted bytes of a model's tokens, for finding allowed tokens that are prefixes of each other."""
+"""Sorts the bytes of a model's tokens, to find allowed tokens that are prefixes of each other."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from vllm_specplugins.structures.arrays import Ints
 
 NO_TOKEN = -1
-_SPECIAL = b"\xff"  # begins no text in UTF-8
+_SPECIAL = b"\xff"  # no UTF-8 text begins with it
 
 
 class Vocabulary:
@@ -29,13 +29,13 @@ class Vocabulary:
         return b"".join(self._texts[self._ranks[token]] for token in tokens)
 
     def ends(self, tokens: Sequence[int]) -> Ints:
-        """[num_tokens], the end of each token in the bytes of all tokens."""
+        """Returns the end of each token in the bytes of all tokens, [num_tokens]."""
         return self._num_bytes[list(tokens)].cumsum()
 
     def forced(self, bitmask: Any) -> int | None:
-        """The longest token of a text that must come next: every other allowed token is a prefix of it, or has it as a
-        prefix. The text may also be written in several tokens. None if the mask allows a choice or the end; NO_TOKEN if
-        it allows no token."""
+        """Returns the longest token of a text that must come next: every other allowed token is a prefix of it, or has
+        it as a prefix. The text may also be written in several tokens. None if the mask allows a choice or the end;
+        NO_TOKEN if it allows no token."""
         ranks = np.sort(self._allowed(bitmask))
         if not len(ranks):
             return NO_TOKEN
@@ -44,13 +44,13 @@ class Vocabulary:
         return self._tokens[chain[-1]] if chain and not last.startswith(_SPECIAL) else None
 
     def can_extend(self, bitmask: Any, token: int) -> bool:
-        """Whether the mask allows a longer token with this prefix."""
+        """Returns whether the mask allows a longer token with this prefix."""
         text, ranks = self.text([token]), self._allowed(bitmask)
         first, end = bisect_right(self._texts, text), bisect_left(self._texts, text + _SPECIAL)
         return bool(((first <= ranks) & (ranks < end)).any())
 
     def _allowed(self, bitmask: Any) -> Ints:
-        """Ranks of the tokens allowed by vLLM's bitmask, [1, vocab_size / 32] int32."""
+        """Returns the ranks of the tokens that vLLM's bitmask allows, [1, vocab_size / 32] int32."""
         words = bitmask.numpy()[0]
         places = words.nonzero()[0]
         bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").nonzero()[0]

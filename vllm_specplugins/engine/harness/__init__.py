@@ -1,1 +1,1 @@
-"""Real engines for the tools, which time and sample them from outside."""
+"""Runs real engines for the tools, which time and sample them from outside."""

@@ -26,14 +26,15 @@ OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 READY = {"method": "prompt_lookup"}
 
 UNTRAINED = (
-    "expect little of a model that was not trained to exit early: `calibrate` measures which exit_layer pays, if any, "
-    "`calibrate --layers` chooses layers that draft better, and `train-exit-head` trains an exit_head"
+    "a model that was not trained for early exits gains little: measure each exit_layer with `calibrate`, find better "
+    "layers with `calibrate --layers`, or train an exit_head with `train-exit-head`"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a diagnosis. Its state is OK, ADVICE (it could run better) or PROBLEM (it would not be served)."""
+    """One line of a diagnosis. Its state is OK, ADVICE (a better choice exists) or PROBLEM (vLLM would not serve
+    it)."""
 
     name: str
     value: str
@@ -46,10 +47,10 @@ def diagnose(
     serve: Sequence[str] = (),
     default: Mapping[str, Any] | None = READY,
 ) -> list[Finding]:
-    """All findings about a value of --speculative-config, a checkpoint, and other arguments of `vllm serve` or its
-    whole command line, in the report's order. Where no configuration is given, `default` is checked, or none."""
+    """Returns all findings about a value of --speculative-config, a checkpoint, and other arguments of `vllm serve` or
+    its whole command line, in the report's order. Without a configuration, it checks `default`, if any."""
     findings = [*_versions(), *_plugin(), _device(), *_vllm_names()]
-    if not compat.probe_installed():  # another vLLM may fail anywhere
+    if not compat.probe_installed():  # an unsupported vLLM may fail anywhere
         try:
             raw, model, serve = _command_line(raw, model, serve)
         except ConfigError as error:
@@ -66,8 +67,8 @@ def diagnose(
 def _command_line(
     raw: Mapping[str, Any] | None, model: str | None, serve: Sequence[str]
 ) -> tuple[Mapping[str, Any] | None, str | None, Sequence[str]]:
-    """The configuration, the model and the other arguments of `vllm serve MODEL ...`. Raises ConfigError for a line
-    that vLLM's parser refuses."""
+    """Returns the configuration, the model and the other arguments of `vllm serve MODEL ...`. Raises ConfigError for a
+    command line that vLLM's parser refuses."""
     if list(serve[:2]) != ["vllm", "serve"]:
         return raw, model, serve
     from vllm.entrypoints.cli.serve import make_arg_parser
@@ -83,7 +84,7 @@ def _command_line(
     asked, tag = given["speculative_config"], given["model_tag"]
     words = list(serve[2:])
     if tag is not None:
-        words.remove(tag)  # once: a flag may have the same value
+        words.remove(tag)  # only once, since a flag may have the same value
     return raw if asked is None else asked, tag or model or given["model"], words
 
 
@@ -95,13 +96,13 @@ def _versions() -> Iterator[Finding]:
         if number is None:
             yield Finding(name, "is not installed", PROBLEM if name in ("torch", "vllm") else ADVICE)
         elif name == "triton" and not _has_triton():
-            yield Finding(name, f"{number}, without a backend for this device; vLLM does without it")
+            yield Finding(name, f"{number}, which has no backend for this device; vLLM runs without it")
         else:
             yield Finding(name, number)
 
 
 def _has_triton() -> bool:
-    with suppress(ImportError):  # of a vLLM that is not supported
+    with suppress(ImportError):  # an unsupported vLLM may lack the module
         from vllm.triton_utils import HAS_TRITON
 
         return bool(HAS_TRITON)
@@ -116,10 +117,10 @@ def _version(name: str) -> str | None:
 
 def _plugin() -> Iterator[Finding]:
     if not any(point.value.startswith("vllm_specplugins:") for point in entry_points(group="vllm.general_plugins")):
-        words = "vLLM finds no entry point of this package: install it with pip, PYTHONPATH alone is not enough"
+        words = "vLLM does not find the entry point of this package: install it with pip; PYTHONPATH is not enough"
         yield Finding("plugin", words, PROBLEM)
     elif os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
-        words = "VLLM_SPECPLUGINS_DISABLE switches it off: vLLM would serve without speculation"
+        words = "VLLM_SPECPLUGINS_DISABLE is set: vLLM would serve without speculation"
         yield Finding("plugin", words, PROBLEM)
     elif (wanted := os.environ.get("VLLM_PLUGINS")) is not None and "specplugins" not in wanted.split(","):
         yield Finding("plugin", f"VLLM_PLUGINS must include specplugins, not {wanted!r} alone", PROBLEM)
@@ -139,8 +140,8 @@ def _device() -> Finding:
     import torch
 
     if torch.cuda.is_available():
-        return Finding("device", f"{torch.cuda.get_device_name()} ({torch.cuda.device_count()} of them)")
-    return Finding("device", f"CPU with {os.cpu_count()} cores; no GPU that torch can use")
+        return Finding("device", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    return Finding("device", f"CPU with {os.cpu_count()} cores; torch finds no GPU")
 
 
 def _vllm_names() -> Iterator[Finding]:
@@ -151,13 +152,13 @@ def _vllm_names() -> Iterator[Finding]:
         words = f"{problems[0]}{more}; {_consequence()}"
         yield Finding("vllm version", words, PROBLEM)
     elif untested:
-        words = _consequence() if (refused := fallback.refuses()) else "it has the names that the plugin uses"
-        words = f"{untested} is not tested, but {compat.SUPPORTED}; {words}"
+        words = _consequence() if (refused := fallback.refuses()) else "all names that the plugin uses exist"
+        words = f"the plugin was tested with {compat.SUPPORTED}, not {untested}; {words}"
         yield Finding("vllm version", words, PROBLEM if refused else ADVICE)
     else:
-        yield Finding("vllm version", f"supported: it has all {wanted} internal names that the plugin uses")
+        yield Finding("vllm version", f"supported: all {wanted} internal names that the plugin uses exist")
     patches = {name for record in compat.replaced() if record.kind == "patch" for name in record.names}
-    yield Finding("replaced in vLLM", f"{len(patches)} functions, once a method of this package is selected")
+    yield Finding("replaced in vLLM", f"{len(patches)} functions, if a method of this package is selected")
 
 
 def _consequence() -> str:
@@ -180,7 +181,7 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
     except ConfigError as error:
         yield Finding("configuration", str(error), PROBLEM)
         return
-    without = "" if model else "; with --model MODEL it is checked for that model, too"
+    without = "" if model else "; add --model MODEL to check them for that model"
     yield Finding("configuration", f"{name}: all fields are valid{without}")
     if any(
         isinstance(part.method_config, EarlyExitConfig) and part.method_config.exit_head is None
@@ -192,7 +193,8 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
 
 
 def _research(config: SpecConfig) -> list[str]:
-    """What a configuration uses without a figure of ours that shows a gain in speed (docs/research/figures.md)."""
+    """Returns what a configuration uses without a figure of this project that shows a gain in speed
+    (docs/research/figures.md)."""
     parts = [config.method_config, *(stage.method_config for stage in config.stages)]
     names = [name for name in ("tree", "look_ahead", "learn", "shared") if any(getattr(x, name, None) for x in parts)]
     values = ("policy", "verify"), ("rejection", "rounds")
@@ -206,33 +208,33 @@ def _runner(asked: Mapping[str, Any], model: str | None, serve: Sequence[str]) -
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if model is None:
-        yield Finding("runner", "V1 or V2, and the scheduling, depend on the model: name one with --model")
+        yield Finding("runner", "runner and scheduling depend on the model; name one with --model")
         return
     install()
     try:
         parsed, _ = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args([*serve, "--model", model])
         args = replace(EngineArgs.from_cli_args(parsed), speculative_config=dict(asked))
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except Exception as error:  # vLLM may raise anything for a model or a configuration that it does not take
+    except Exception as error:  # vLLM may raise anything for a model or a configuration that it refuses
         yield Finding("model", shorten(str(error), 400, placeholder=" ...") or type(error).__name__, PROBLEM)
         return
     if problems := compat.probe_installed("v2" if config.use_v2_model_runner else "v1"):
         yield Finding("runner", f"{problems[0]}; {_consequence()}", PROBLEM)
-    yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
+    yield Finding("model", f"{model}: {asked['method']} supports {config.model_config.architecture}")
     yield Finding("draft", f"at most {config.num_speculative_tokens} tokens per request (num_speculative_tokens)")
     unsupported = ", ".join(config._get_v2_model_runner_unsupported_features())
     why = "" if config.use_v2_model_runner or not unsupported else f"; V2 does not support {unsupported}"
     yield Finding("runner", f"{'V2' if config.use_v2_model_runner else 'V1'}{why}")
     yield Finding("scheduling", "asynchronous" if config.scheduler_config.async_scheduling else "synchronous")
     if (plan := getattr(config.speculative_config, "plan", None)) is not None:
-        yield Finding("drafting", f"{plan}" if plan.on_device else f"{plan} On the host: {plan.host_reason}.")
+        yield Finding("drafting", f"{plan}" if plan.on_device else f"{plan} Why on the host: {plan.host_reason}.")
 
 
 def _kernels() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("kernels", "not checked, as there is no GPU: a CPU verifies drafts with compiled reference code")
+        return Finding("kernels", "not checked without a GPU: on a CPU, compiled reference code verifies drafts")
     from vllm_specplugins.kernels.self_check import Shapes, check_device
 
     model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16}
@@ -241,5 +243,7 @@ def _kernels() -> Finding:
     findings = [finding for shapes in (lookup, part) for finding in check_device(torch.device("cuda"), shapes)]
     differing = [f"{name}: {problem}" for name, problem in findings if problem]
     if differing:
-        return Finding("kernels", f"they differ from their references on this GPU ({'; '.join(differing)})", PROBLEM)
-    return Finding("kernels", "they agree with their references on this GPU")
+        return Finding(
+            "kernels", f"some kernels differ from their references on this GPU ({'; '.join(differing)})", PROBLEM
+        )
+    return Finding("kernels", "all equal their references on this GPU")

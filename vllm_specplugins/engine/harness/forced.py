@@ -1,7 +1,7 @@
-"""A forced log: engines emit exactly the tokens of a log, so any traffic can be timed without the model's weights.
-While a step samples, `ForcedLog` (vLLM's `worker_extension_cls`) writes one large value into each row of the target's
-logits, at the log's token. All methods, vLLM's and ours, then verify their drafts at temperature 0 with the kernels,
-shapes and host times of real serving."""
+"""Makes engines emit exactly the tokens of a log, so any traffic can be timed without the model's weights. While a step
+samples, `ForcedLog` (vLLM's `worker_extension_cls`) writes one large value into each row of the target's logits, at the
+log's token. All methods of vLLM and the plugin then verify their drafts at temperature 0 with the kernels, shapes and
+host times of real serving."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,8 +23,8 @@ class ForcedLog:
     use_v2_model_runner: bool
 
     def specplugins_force(self, outputs: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]] | None) -> None:
-        """Makes requests emit their rows of the log from now on. `accepted`, if given, holds the number of correct
-        tokens of vLLM's drafter at each position; Model Runner V1 ignores it."""
+        """Makes requests emit their rows of the log from the next step on. `accepted`, if given, holds the number of
+        correct tokens of vLLM's drafter at each position; Model Runner V1 ignores it."""
         log = _Log(outputs, accepted, self.model_runner.device)
         kind = _OnV2 if self.use_v2_model_runner else _OnV1
         kind(self.model_runner, log)
@@ -59,7 +59,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> Any:
 
 
 class _OnV1:
-    """Model Runner V1, which holds its batch on the host."""
+    """Model Runner V1, whose batch is on the host."""
 
     def __init__(self, runner: Any, log: _Log):
         self._runner, self._log = runner, log
@@ -80,11 +80,11 @@ class _OnV1:
 
 
 class _OnV2:
-    """Model Runner V2: rows and positions are on the device, and stay valid where drafts are trimmed there."""
+    """Model Runner V2, whose rows and positions are on the device, so they stay valid if drafts are trimmed."""
 
     def __init__(self, runner: Any, log: _Log):
         self._runner, self._log, self._batch = runner, log, None
-        # By slot of a request: its row of the log, and where its output begins.
+        # By slot of a request: its row of the log, and the beginning of its output.
         self._rows, self._starts = torch.zeros(2, runner.max_num_reqs, dtype=torch.int64, device=runner.device)
         wrap(runner, "add_requests", self._add)
         wrap(runner, "sample", self._sample)

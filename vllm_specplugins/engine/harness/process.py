@@ -1,4 +1,4 @@
-"""An engine in another process, for all tools. The calling process never imports vLLM."""
+"""Runs an engine in another process, for all tools. The calling process never imports vLLM."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ ENVIRONMENT = {
 }
 METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 GIB = 1 << 30
-ENGINE_BYTES = 3 * GIB // 2  # that an engine takes of a CPU's memory, beside weights and KV cache
+ENGINE_BYTES = 3 * GIB // 2  # memory of an engine on a CPU, in addition to weights and KV cache
 
 
 class EngineProcess:
@@ -34,8 +34,8 @@ class EngineProcess:
         self._process = context.Process(target=_run, args=(self._theirs, log, work, arguments))
 
     def __enter__(self) -> Self:
-        resource_tracker.ensure_running()  # the first start would do it, and unblock the signal
-        before = pthread_sigmask(SIG_BLOCK, [SIGINT])  # the process inherits it: Ctrl-C is for this one alone
+        resource_tracker.ensure_running()  # the first process would start it, and unblock the signal
+        before = pthread_sigmask(SIG_BLOCK, [SIGINT])  # the process inherits the mask; only this one handles Ctrl-C
         try:
             self._process.start()
         finally:
@@ -62,18 +62,18 @@ class EngineProcess:
         return self.receive()
 
     def receive(self) -> Any:
-        """The next message of the process. Raises ConfigError: the engine failed."""
+        """Returns the next message of the process. Raises ConfigError if the engine failed."""
         try:
             message = self._pipe.recv()
         except (EOFError, OSError):
-            message = "it ended without a word"
+            message = "it ended without a message"
         if isinstance(message, str):
             raise ConfigError(f"{self._blame}; its log is {self._log} ({message}).")
         return message
 
 
 def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None) -> Any:
-    """A `vllm.LLM`. On a CPU it computes eagerly in float32 unless the arguments state otherwise."""
+    """Returns a `vllm.LLM`. On a CPU it computes eagerly in float32 unless the arguments state otherwise."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -83,7 +83,7 @@ def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any
 
 
 def fit_together(model: str, num_engines: int) -> bool:
-    """Whether `num_engines` engines of a model fit into a CPU's memory. On a GPU they share its memory."""
+    """Returns whether `num_engines` engines of a model fit into a CPU's memory. On a GPU they share its memory."""
     import psutil  # type: ignore[import-untyped]  # comes with vLLM
     import torch
 
@@ -98,7 +98,7 @@ def totals(llm: Any) -> list[int]:
 
 
 def faults(llm: Any) -> dict[str, int]:
-    """Faults of our proposer since the engine's start, by kind."""
+    """Returns the faults of the plugin's proposer since the engine's start, by kind."""
     if not hasattr(llm.llm_engine.vllm_config.speculative_config, "plugin_config"):
         return {}
     return faults_of(llm.collective_rpc("specplugins_stats")[0])

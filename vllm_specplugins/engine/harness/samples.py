@@ -1,4 +1,4 @@
-"""Engines that answer many requests at once and count drafts, without timing."""
+"""Runs engines that answer many requests at once and count drafts, without timing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, totals
 
-# Arguments of `vllm.LLM` beside the model: a tiny one, many requests in a step.
+# Arguments of `vllm.LLM` for a tiny model and many requests in a step.
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -32,7 +32,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Outputs of requests that were served together, with their draft tokens, or vLLM's refusal of the parameters."""
+    """The outputs of requests that were served together, with their draft tokens, or vLLM's refusal of the
+    parameters."""
 
     token_ids: list[list[list[int]]] = field(default_factory=list)  # of each output of each request
     num_drafted: int = 0
@@ -44,7 +45,8 @@ Draw = Callable[[Sequence[Request]], Drawn]
 
 
 def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
-    """Serves all requests at once in this process. Raises if a step fails; the engine then serves nothing more."""
+    """Serves all requests at once in this process. Raises if a step fails; the engine then cannot serve any more
+    requests."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -54,7 +56,7 @@ def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
     try:
         results = llm.generate(prompts, params, use_tqdm=False)
     except (ValueError, VLLMValidationError) as error:
-        if llm.llm_engine.has_unfinished_requests():  # no refusal: a step has failed
+        if llm.llm_engine.has_unfinished_requests():  # not a refusal: a step has failed
             raise
         return Drawn(refusal=str(error).strip().splitlines()[0])
     token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]

@@ -1,6 +1,6 @@
-"""Engines for `bench` that serve many requests at a time and are timed step by step. Each has a process. On a CPU they
-run in time slices, and an engine's clock stops while others run, so a longer disturbance of the machine affects all
-engines equally."""
+"""Runs engines for `bench` that serve many concurrent requests and are timed step by step. Each has a process. On a CPU
+they run in time slices, and an engine's clock stops while others run, so a longer disturbance of the machine affects
+all engines equally."""
 
 import math
 import os
@@ -25,7 +25,7 @@ SLICE_S = 0.3
 GO_ON = True  # the message
 FORCED_LOG = "vllm_specplugins.engine.harness.forced.ForcedLog"
 LOGGED = "specplugins_log"  # key of SamplingParams.extra_args: the request's row of a log that is forced
-# Arguments of `vllm.LLM` that would make a round differ from the one before, or its times say less.
+# Arguments of `vllm.LLM` that would make rounds unequal, or their times less comparable.
 SETTINGS: dict[str, Any] = {"enable_prefix_caching": False}
 
 
@@ -50,7 +50,7 @@ def serve_rounds(
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
     names = list(engines)
     for index, traffic in enumerate(rounds):
-        first = index % len(names)  # who goes first may matter
+        first = index % len(names)  # the order may matter
         for name, turn in serve_round({name: engines[name] for name in names[first:] + names[:first]}, traffic).items():
             turns[name].append(turn)
         advance()
@@ -88,15 +88,15 @@ def _serve_all(
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     pipe.send(Machine(device, dtype, "V2" if vllm_config.use_v2_model_runner else "V1"))
     ours = hasattr(vllm_config.speculative_config, "plugin_config")
-    # A GPU would work on while the clock stands still.
+    # A GPU would continue to work while the clock is stopped.
     clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
-    keeps = "store_path" in repr(config)  # a store of the user, which stays as it is
+    keeps = "store_path" in repr(config)  # the user's store, which must not change
     extra_args, salt = {"specplugins": STORES_NOTHING} if keeps else None, None
     steps = _Steps(llm, clock)
     while (traffic := pipe.recv()) is not None:
         if keeps:
             traffic = replace(traffic, salt=None)
-        if ours and traffic.salt != salt:  # this resets acceptance estimates, too
+        if ours and traffic.salt != salt:  # this also resets acceptance estimates
             llm.collective_rpc("specplugins_store", args=("reset",))
         salt = traffic.salt
         turn = _serve(llm, traffic, clock, extra_args)
@@ -110,7 +110,8 @@ def _processor_name() -> str:
 
 
 class _Clock:
-    """Counts time without the slices of other engines, and passes its pauses to our workers by `tell`, if given."""
+    """Counts time without the slices of other engines, and reports its pauses to the plugin's workers by `tell`, if
+    given."""
 
     def __init__(self, pipe: Connection, slice_s: float, tell: Callable[..., object] | None):
         self._pipe, self._slice_s, self._tell = pipe, slice_s, tell
@@ -122,21 +123,21 @@ class _Clock:
     def wait(self) -> None:
         start = self.now()
         if self._pipe.recv() is None:
-            raise SystemExit  # in the midst of traffic
+            raise SystemExit  # during traffic
         if self._tell is not None:
             self._tell("specplugins_paused", args=((self.now() - start) * 1000,))
         self._resumed = start
         self._paused_s += self.now() - start
 
     def give_way(self, num_tokens: int) -> None:
-        """Lets other engines run if this engine's slice is over."""
+        """Lets other engines run if this engine's time slice is over."""
         if self.now() - self._resumed >= self._slice_s:
             self._pipe.send(num_tokens)
             self.wait()
 
 
 class _Steps:
-    """Times the steps of an engine without a prefill (see Turn), each from the end of the step before."""
+    """Times the steps of an engine without a prefill (see Turn), each from the end of the previous step."""
 
     def __init__(self, llm: Any, clock: _Clock):
         self._clock, self._ended, self._steps = clock, math.nan, list[tuple[int, float]]()
@@ -170,8 +171,8 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
             temperature=traffic.temperature,
             max_tokens=lengths if isinstance(lengths, int) else lengths[index],
             ignore_eos=traffic.ignore_eos,
-            # Without a seed: on CPUs vLLM 0.32 dies of a seeded request with a chunked prefill.
-            detokenize=False,  # another process does that in a server
+            # Without a seed: on CPUs, a seeded request with a chunked prefill ends vLLM 0.32.
+            detokenize=False,  # a server does this in another process
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args if traffic.logged is None else {**(extra_args or {}), LOGGED: traffic.logged[index]},
             **more,
@@ -193,7 +194,7 @@ def _counts(llm: Any) -> list[int]:
 def _answer(engine: Any, traffic: Traffic, params: Sequence[Any], clock: _Clock) -> list[Answer]:
     answers = [Answer() for _ in traffic.prompts]
     start, arrivals = clock.now(), traffic.arrivals
-    last_s: dict[int, float] = {}  # when a request arrived, or last got tokens
+    last_s: dict[int, float] = {}  # when a request arrived, or last received tokens
     waiting, num_tokens = deque(range(len(answers))), 0
     while waiting or engine.has_unfinished_requests():
         clock.give_way(num_tokens)
@@ -207,7 +208,7 @@ def _answer(engine: Any, traffic: Traffic, params: Sequence[Any], clock: _Clock)
             prompt |= {"cache_salt": traffic.salt} if traffic.salt else {}
             engine.add_request(str(index), prompt, params[index])
         if not engine.has_unfinished_requests():
-            time.sleep(0.001)  # until the next one arrives
+            time.sleep(0.001)  # until the next request arrives
             continue
         results, now = engine.step(), clock.now()
         for result in results:

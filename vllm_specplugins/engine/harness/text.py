@@ -1,10 +1,10 @@
-"""The services of an engine's tokenizer, for tools that play a proposer without an engine."""
+"""Provides the services of an engine's tokenizer to tools that run a proposer without an engine."""
 
 from typing import Any
 
 
 def services(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    """`tokenize` and `codec` of a `draft.ProposerContext`, with a tokenizer of transformers."""
+    """Returns `tokenize` and `codec` of a `draft.ProposerContext`, from a tokenizer of transformers."""
     from vllm_specplugins.engine.codec import TextCodec
 
     return {

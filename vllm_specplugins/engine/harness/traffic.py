@@ -1,4 +1,4 @@
-"""Traffic for a timed engine, and records of how it was served."""
+"""Defines the traffic for a timed engine, and the records of its service."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from typing import Any
 class Traffic:
     prompts: Sequence[Sequence[int]]  # token ids
     temperature: float
-    output_lengths: int | Sequence[int]  # length limit of all outputs, or of each
-    at_a_time: int  # requests that are served together; one that ends makes room for the next
-    ignore_eos: bool = False  # a request that has ended its text goes on to its output length
-    salt: str | None = None  # `cache_salt`: requests know nothing of earlier ones of another salt
-    arrivals: Sequence[float] | None = None  # seconds from the beginning, in order; None: as soon as there is room
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # more arguments of SamplingParams
-    logged: Sequence[int] | None = None  # each request's row of the log that the engine is forced to emit (forced.py)
+    output_lengths: int | Sequence[int]  # length limit of all outputs, or of each output
+    at_a_time: int  # number of concurrent requests; when one ends, the next begins
+    ignore_eos: bool = False  # a request continues after its end token up to its output length
+    salt: str | None = None  # `cache_salt`: requests do not use outputs of another salt
+    arrivals: Sequence[float] | None = None  # seconds from the start, in order; None: as soon as a request ends
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # additional arguments of SamplingParams
+    logged: Sequence[int] | None = None  # each request's row of the log that the engine emits (forced.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,32 @@ class Turn:
     num_drafts: int = 0  # steps of a request with a draft
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_faults: int = 0  # of our proposer, which cost it drafts
+    num_faults: int = 0  # faults of the plugin's proposer, which cost drafts
     steps: Sequence[tuple[int, float]] = ()  # tokens verified by each engine step without a prefill, and its ms
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens per second, including the time of prompts."""
+        """Returns output tokens per second, including the time of prompts."""
         return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
 
     @property
     def num_steps(self) -> int:
-        """Steps of all requests, except those that emitted first tokens."""
+        """Returns the number of steps of all requests, except for steps that emitted first tokens."""
         return sum(len(answer.step_ms) for answer in self.answers)
 
     @property
     def num_decoded(self) -> int:
-        """Tokens that these `num_steps` steps emitted."""
+        """Returns the number of tokens that these `num_steps` steps emitted."""
         return sum(len(answer.token_ids) - answer.num_first for answer in self.answers)
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean number of tokens in these steps; 1 if all outputs ended with their first token."""
+        """Returns the mean number of tokens in these steps; 1 if all outputs ended with their first token."""
         return self.num_decoded / self.num_steps if self.num_steps else 1.0
 
     @property
     def step_ms(self) -> float:
-        """Mean time of these steps in ms; 1 if there were none."""
+        """Returns the mean time of these steps in ms; 1 if there were none."""
         return sum(sum(answer.step_ms) for answer in self.answers) / self.num_steps if self.num_steps else 1.0
 
 

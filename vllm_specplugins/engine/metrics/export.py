@@ -47,7 +47,7 @@ class Exporter:
         except Exception as error:
             if not self._has_failed:
                 logger.error(
-                    "Metrics: a report cannot be exported (%s). Requests continue. This is logged once.",
+                    "The engine cannot export a report of metrics (%s). Requests continue. This is logged once.",
                     cause_text(error),
                 )
             self._has_failed = True
@@ -61,7 +61,8 @@ class Exporter:
 
 
 def shown_on(address: Address, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]], None]:
-    """Serves our metrics on a port of this process, and returns the function that accepts a worker's reports."""
+    """Serves the plugin's metrics on a port of this process, and returns the function that accepts a worker's
+    reports."""
     registry, engine = CollectorRegistry(), vllm_config.parallel_config.data_parallel_index
     kinds = {"_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram}
     made = {name: partial(kind, registry=registry) for name, kind in kinds.items()}
@@ -72,7 +73,7 @@ def shown_on(address: Address, vllm_config: VllmConfig) -> Callable[[Mapping[str
         logger.info("The plugin exports its metrics on http://%s/metrics.", address)
     except OSError as error:
         logger.error(
-            "No metrics: the engine cannot listen on %s (%s). Set VLLM_SPECPLUGINS_METRICS_PORT to a free port.",
+            "The engine cannot export metrics on %s (%s). Set VLLM_SPECPLUGINS_METRICS_PORT to a free port.",
             address,
             error,
         )
@@ -90,8 +91,8 @@ def _made(metric: Metric, vllm_logger: Any) -> Any:
 
 
 def _known_series(config: Any) -> Iterator[str]:
-    """The series exported from the start, as zeros, since Prometheus's `increase` misses the count with which a series
-    begins. Series by position or length begin with their first count."""
+    """Returns the series that are exported as zeros from the start, since Prometheus's `increase` ignores the first
+    count of a series. Series by position or length begin with their first count."""
     stages = [f"{index} {part.method}" for index, part in enumerate(config.parts)]
     for metric in TABLE:
         if not metric.labels:
@@ -103,7 +104,7 @@ def _known_series(config: Any) -> Iterator[str]:
 
 
 def export_metrics() -> None:
-    """Makes vLLM's front ends export our metrics if the configuration is ours. Applied once per process."""
+    """Makes vLLM's front ends export the plugin's metrics for its configurations. Applied once per process."""
     wrap(StatLoggerManager, "__init__", _with_exporter)
     wrap(StatLoggerManager, "record", _with_report)
 

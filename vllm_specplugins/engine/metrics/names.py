@@ -1,6 +1,6 @@
-"""The table of exported metrics, independent of vLLM and prometheus_client. Each metric has vLLM's labels `model_name`
-and `engine`, `method`, and further labels. A stage is named "index method", for example "0 prompt_lookup"; a single
-method is stage 0."""
+"""Defines the table of exported metrics, independently of vLLM and prometheus_client. Each metric has vLLM's labels
+`model_name` and `engine`, `method`, and further labels. A stage is named "index method", for example "0 prompt_lookup";
+a single method is stage 0."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -33,16 +33,16 @@ class Metric:
 
 _STEPS = (0.003, 0.006, 0.01, 0.02, 0.04, 0.08, 0.16, 0.5, 2.0)  # seconds
 _RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-_LEFT = "Tokens of a stage that the next stage accepted, or that the last stage sent to the target."
+_LEFT = "Tokens of a stage that the next stage accepted; for the last stage, tokens sent to the target."
 _AT = "Tokens of a stage that the target accepted, by position in the draft."
 _GATE = "Decisions of a cascade's gate, by the length that it chose."
-_EXCHANGED = "Outputs that suffix_lookup exchanged with its server, and questions of remote, by result."
+_EXCHANGED = "Outputs that suffix_lookup exchanged with its server, and requests of remote to its server, by result."
 _LEARNED = "Progress of a part that learns: examples (tokens), steps, candidates, promotions, rollbacks."
 _LENGTH = (
-    "Acceptance length of a part that learns: recently measured, and expected for the loaded and the serving weights."
+    "Acceptance length of a part that learns: measured recently, and expected of the loaded and the served weights."
 )
-_COSTS = "Cost of the newest step in trimming: step, without drafts; draft_token, for each token if all are verified."
-_OFF = "How often a stage's circuit breaker opened, after repeated faults."
+_COSTS = "Costs that trimming used in the latest step: of the step without drafts, and of each verified draft token."
+_OFF = "Number of times that a stage's circuit breaker opened after repeated faults."
 _FIRST = (
     "Requests of steps that verified whole drafts, by the position of the first rejected token, rounded down to a "
     "power of two; none if all were accepted."
@@ -50,8 +50,8 @@ _FIRST = (
 _WHY = "Decoding steps that verified no draft token, by reason."
 
 COUNTS = (
-    Metric("counter", "asked", "How often a stage was asked to draft for a request.", "asked"),
-    Metric("counter", "num_drafts", "Steps of single requests in which a draft had tokens of a stage.", "drafts"),
+    Metric("counter", "asked", "Number of times that a stage was asked to draft for a request.", "asked"),
+    Metric("counter", "num_drafts", "Steps of single requests with a draft that has tokens of a stage.", "drafts"),
     Metric("counter", "drafted_tokens", "Tokens that a stage drafted.", "drafted"),
     Metric("counter", "kept_tokens", _LEFT, "kept"),
     Metric("counter", "num_draft_tokens", "Tokens of a stage that the target verified.", "verified"),
@@ -83,7 +83,12 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "learned", _LEARNED, labels=("stage", "what")),
     Metric("gauge", "learned_length", _LENGTH, labels=("stage", "weights")),
     Metric("histogram", "draft_time_seconds", "Host time of a stage in steps in which a request wanted drafts."),
-    Metric("histogram", "step_draft_time_seconds", "Host time of all drafting in such a step.", labels=()),
+    Metric(
+        "histogram",
+        "step_draft_time_seconds",
+        "Host time of all stages in steps in which a request wanted drafts.",
+        labels=(),
+    ),
     Metric(
         "histogram",
         "request_acceptance_rate",
@@ -106,7 +111,7 @@ SEPARATOR = "\t"  # in a report's keys, between a metric's name and its label va
 
 @cache
 def key(name: str, *labels: object) -> str:
-    """The key of one series in a report.
+    """Returns the key of one series in a report.
 
     >>> key("faults", "0 custom", "raised")
     'faults\\t0 custom\\traised'

@@ -1,5 +1,5 @@
-"""A port on which an engine's process exports our metrics. A scrape runs in the process that drafts, so the text is
-made at most once a second, and connections are few and short."""
+"""Exports the plugin's metrics on a port of an engine's process. A scrape runs in the process that drafts, so the text
+is built at most once a second, and connections are few and short."""
 
 import os
 import socket
@@ -30,8 +30,8 @@ class Address(NamedTuple):
 
 
 def address_of(vllm_config: VllmConfig) -> Address | None:
-    """Where an engine's process exports our metrics: the environment variable, a port or HOST:PORT, plus the engine's
-    index; None if vLLM's front end exports them. Raises ConfigError for an invalid address."""
+    """Returns the address on which an engine's process exports metrics: the environment variable, a port or HOST:PORT,
+    plus the engine's index. None: vLLM's front end exports them. Raises ConfigError for an invalid address."""
     text, engine = os.environ.get(_PORT) or "0", vllm_config.parallel_config.data_parallel_index
     host, _, port = text.rpartition(":")
     if not (port.isdecimal() and len(port) < 6 and int(port) + engine < 1 << 16) or (":" in text) != bool(host):
@@ -87,4 +87,4 @@ class _Server(ThreadingWSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away costs no line."""
+        """Logs no line for a client that disconnects."""

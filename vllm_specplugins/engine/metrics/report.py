@@ -1,5 +1,5 @@
 """Reports the worker's counts since the last report to the front end. vLLM transports a report, a small dictionary, as
-`ECConnectorStats` of a step's output. An encoder-cache connector uses that field itself, and then nothing is
+`ECConnectorStats` of a step's output. An encoder-cache connector uses that field itself, and then no metrics are
 exported."""
 
 import copy
@@ -56,7 +56,7 @@ class Reporter:
         self._has_failed = False
         self._sent: dict[str, float] = {}
         self._shown: dict[str, float] = {}  # gauges
-        self._taken: dict[str, tuple[float, int]] = {}  # ms of drafting and drafts wanted, up to the last step
+        self._taken: dict[str, tuple[float, int]] = {}  # ms of drafting and wanted drafts, up to the last step
         self._observed = defaultdict[str, list[float]](list)  # of histograms, since the last report
         self.steps = StepTotals(self._observe)
         self._noted_ms = 0.0  # of drafting, up to the last step
@@ -81,8 +81,8 @@ class Reporter:
         self._shown, self._noted_ms = {}, self._session.barrier.counters.propose_ms
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
-        """Adds a report to a step's output if one is due. A failure here affects no request. `output` may be shared by
-        all steps, or hold an output that arrives later. With `is_last`, no step will follow for a while."""
+        """Adds a report to a step's output if one is due. A failure here affects no request. All steps may share
+        `output`, or it may contain an output that arrives later. With `is_last`, no step may follow for a while."""
         if self._has_failed:
             return output
         try:
@@ -90,7 +90,8 @@ class Reporter:
         except Exception as error:
             self._has_failed = True
             logger.error(
-                "Metrics end, because the worker cannot report them (%s). Requests continue.", cause_text(error)
+                "The engine stops exporting metrics, because the worker cannot report them (%s). Requests continue.",
+                cause_text(error),
             )
             return output
 
@@ -98,7 +99,7 @@ class Reporter:
         start = self._clock()
         is_due = is_last or start >= self._not_before
         last_ms, _ = self._taken.get(_STEP, (0.0, 0))
-        if not is_due and self._session.barrier.counters.propose_ms == last_ms:  # nothing ran on the host
+        if not is_due and self._session.barrier.counters.propose_ms == last_ms:  # no code ran on the host
             return output
         counters = self._session.totals()
         self._time_step(counters)
@@ -120,7 +121,7 @@ class Reporter:
         return counters.stages or {f"0 {self.method}": counters.whole}
 
     def _observe(self, series: str, value: float) -> None:
-        """Adds a value to a histogram of the next report, and drops it where the list is full."""
+        """Adds a value to a histogram of the next report, and drops it if the list is full."""
         if len(self._observed[series]) < LONGEST_LIST:
             self._observed[series].append(value)
 
@@ -145,7 +146,7 @@ class Reporter:
             else:
                 now[series] += value
         report: dict[str, Any] = {
-            # A smaller total than before belongs to a new session, which counts from 0.
+            # A smaller total than before comes from a new session, which counts from 0.
             series: total - sent if total > (sent := self._sent.get(series, 0)) else total
             for series, total in now.items()
             if total != self._sent.get(series, 0)
@@ -157,8 +158,8 @@ class Reporter:
         return report
 
     def _values(self, counters: Counters) -> Iterator[tuple[str, float]]:
-        """Yields totals and gauges, without a call of a user's code."""
-        if self._show is not None and self._session.emitted is not None:  # no scheduler sees this report
+        """Yields totals and gauges, without calling a user's code."""
+        if self._show is not None and self._session.emitted is not None:  # this report does not pass a scheduler
             yield key("steps"), self._session.emitted.num_steps
         yield key("drafting_off"), self.is_off
         for length, count in enumerate(counters.draft_lengths):

@@ -1,4 +1,4 @@
-"""Steps that only decode, by shape: the number of requests, their mean context and the longest draft, in buckets.
+"""Counts steps that only decode by shape: the number of requests, their mean context and the longest draft, in buckets.
 
 The scheduler knows the outcome of a step, and the worker exports metrics. `StepWatch` counts steps in the scheduler,
 and from time to time a step carries the counts to the worker's `StepTotals`. A step's time begins when the outcome of
@@ -20,17 +20,17 @@ from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 
-MORE, WHOLE = "more", "none"  # labels: above the last bound; no token of the draft was rejected
+MORE, WHOLE = "more", "none"  # labels: above the last bound; no draft token was rejected
 BOUNDS = ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), (0, 1, 2, 4, 8, 16, 32, 64))  # of a shape's labels
 BURST = 32  # steps that are counted together
 _LABELS = tuple((*map(str, bounds), MORE) for bounds in BOUNDS)
 
 
-Shape = tuple[int, ...]  # the place of each size among its BOUNDS
+Shape = tuple[int, ...]  # the index of each size among its BOUNDS
 
 
 def shape_of(num_reqs: int, context: float, longest: int) -> Shape:
-    """The place of the least bound that is not below each size.
+    """Returns the index of the least bound that is not below each size.
 
     >>> labels_of(shape_of(3, 700.5, 31)), labels_of(shape_of(300, 0, 0))
     (('4', '2048', '32'), ('more', '512', '0'))
@@ -50,7 +50,7 @@ class _Steps:
     draft_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)  # of each step that follows another one
     by_graph: Counter[Any] = field(default_factory=Counter)  # steps, by vLLM's record of their CUDA graph
-    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)  # requests, by tokens drafted and emitted
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)  # requests, by drafted and emitted tokens
 
     def series(self, shape: Shape) -> Iterator[tuple[str, float]]:
         labels = labels_of(shape)
@@ -71,7 +71,7 @@ class StepWatch:
 
     def __init__(self, clock: Callable[[], float] = perf_counter):
         self._clock, self._at, self._reason, self._has_failed = clock, nan, None, False
-        self._steps: list[Any] = []  # when each outcome arrived, and `add`'s arguments; None: then there was no request
+        self._steps: list[Any] = []  # outcomes' arrival times, and arguments of `add`; None: no request
 
     def add(self, scheduled: Any, output: Any, num_sampled: Any, chosen: Any = None, verified: Any = None) -> None:
         """Adds a step, with the sampled tokens of each row, the draft length that the scheduler chose for it, and its
@@ -86,7 +86,7 @@ class StepWatch:
         self._steps.append(None)
 
     def taken(self) -> StepSums | None:
-        """The counts since the last ones; none until there are many, or no request."""
+        """Returns the counts since the last call, if they are many or there is no request."""
         steps = self._steps
         if not steps or (len(steps) < BURST and steps[-1] is not None):
             return None
@@ -103,11 +103,11 @@ class StepWatch:
                     times.append((key("shape_time_seconds", *labels_of(shape)), tuple(its.seconds)))
         except Exception as error:
             self._has_failed = True
-            logger.error("Metrics of steps end (%s). Requests continue.", cause_text(error))
+            logger.error("The engine stops counting steps by shape (%s). Requests continue.", cause_text(error))
         return StepSums(tuple(counts.items()), tuple(times))
 
     def _count(self, step: Any, sums: Mapping[Shape, _Steps]) -> str | None:
-        """Counts a step, unless it reads prompts. Returns the reason why it verified no draft, if so."""
+        """Counts a step, unless it reads prompts. Returns the reason why it verified no draft, if any."""
         if step is None:
             self._at = nan
             return None
@@ -123,7 +123,7 @@ class StepWatch:
         else:
             reason = "trimmed" if verified == 0 else None
         longest, is_whole = max(lengths, default=0), not verified or verified >= sum(lengths)
-        if not is_whole:  # at most; which tokens they were, the host does not know
+        if not is_whole:  # at most this many; the host does not know which tokens
             longest = min(longest, verified)
         cached_request_data = scheduled.scheduled_cached_reqs
         context = sum(cached_request_data.num_computed_tokens) / num_reqs
@@ -139,7 +139,7 @@ class StepWatch:
 
 
 class StepTotals:
-    """Running totals by series: `counts` for reports, and times, which `observe` also enters into a histogram."""
+    """Running totals by series: `counts` for reports, and times, which `observe` also adds to a histogram."""
 
     def __init__(self, observe: Callable[[str, float], None]):
         self._observe = observe
@@ -157,7 +157,7 @@ class StepTotals:
                 self._observe(series, seconds)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A dictionary for each series: its metric, its labels and its total."""
+        """Yields a dictionary for each series: its metric, its labels and its total."""
         labels, rows = {metric.name: metric.labels for metric in TABLE}, []
         for series, total in {**self.counts, **self._seconds}.items():
             name, *values = series.split(SEPARATOR)

@@ -11,7 +11,7 @@ from vllm_specplugins.target import TargetSizes
 
 
 def has_state(model: ModelConfig) -> bool:
-    """Whether a layer has a state that every token changes, as in Mamba, GDN and short convolutions."""
+    """Returns whether a layer has a state that every token changes, as in Mamba, GDN and short convolutions."""
     return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
 
 
@@ -33,7 +33,7 @@ def check_states(vllm_config: VllmConfig, method: str) -> None:
     model = vllm_config.model_config
     if has_state(model) and (kinds := sorted(stays & kinds_of_state(_module_of(model)))):
         raise ConfigError(
-            f"{method}: model must not have states of kind {kinds[0]}, as {model.architecture} has: vLLM cannot "
+            f"{method}: model must have no states of kind {kinds[0]}, but {model.architecture} has them: vLLM cannot "
             "restore them after a rejection."
         )
 
@@ -43,20 +43,20 @@ def _module_of(model: ModelConfig) -> str:
 
 
 def _check_skipping(vllm_config: VllmConfig, method: str) -> None:
-    """Raises ConfigError for a target whose layers need those before them."""
+    """Raises ConfigError for a target whose layers need the previous layers."""
     model, counts_experts = vllm_config.model_config, vllm_config.compilation_config.fast_moe_cold_start
     if counts_experts and model.is_moe:
         raise ConfigError(
             f"{method}: fast_moe_cold_start must be false with layers, not true: every layer with experts must run."
         )
-    config = model.hf_text_config  # of DeepSeek's sparse attention, where a layer takes another one's choice of keys
+    config = model.hf_text_config  # in DeepSeek's sparse attention, a layer uses the keys that another layer chose
     shares_keys = getattr(config, "index_topk_freq", 1) != 1 or getattr(config, "index_topk_pattern", None)
     if shares_keys or not may_skip(_module_of(model)):
         raise unskippable(method, model.architecture)
 
 
 def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raises ConfigError if our proposers cannot run the target's layers."""
+    """Raises ConfigError if the plugin's proposers cannot run the target's layers."""
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
     rows = drafters(config)
     for name, size in (

@@ -24,14 +24,16 @@ def compiles(body: nn.Module) -> bool:
 
 
 def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[..., torch.Tensor]:
-    """Compiles a copy of the target's body and returns a function that replaces its `forward`. This takes as long as
-    vLLM's compilation of the same number of layers. After a failure the copy runs eagerly."""
+    """Compiles a copy of the target's body and returns a function that replaces its `forward`. Compilation takes as
+    long as vLLM's compilation of the same number of layers. After a failure the copy runs eagerly."""
     forward: Callable[..., torch.Tensor] = cut.forward
     try:
         return _compile(cut, tag, takes_states)
     except Exception as error:
         logger.warning(
-            "Drafting runs %s without torch.compile, which failed (%s). Drafts are slower.", tag, cause_text(error)
+            "torch.compile failed for %s (%s). Drafting runs it without compilation and is slower.",
+            tag,
+            cause_text(error),
         )
         return forward
 
@@ -39,12 +41,12 @@ def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[...,
 def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tensor]:
     body, forward = type(cut), cut.forward
     cut.__class__ = type(f"{body.__name__}_{tag}", (body,), {"forward": _renamed(body.forward, tag)})
-    cut.aot_compiled_fn = None  # the copy has the whole body's
+    cut.aot_compiled_fn = None  # the copy has the code of the whole body
     cut.was_aot_compile_fn_loaded_from_disk = False
     cut._compile_tag = tag
     config = cut.vllm_config
     max_rows = config.scheduler_config.max_num_batched_tokens
-    # All draft tokens that a step can have; a single one would compile code for one.
+    # The largest number of draft tokens of a step; a smaller number would specialize the code.
     rows = min(max(2, config.scheduler_config.max_num_seqs * (config.num_speculative_tokens + 1)), max_rows)
     device = next(cut.parameters()).device
     token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -55,7 +57,7 @@ def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tens
             cut(None if takes_states else token_ids, token_ids.long(), None, **states)
 
     def run(token_ids: Any, positions: torch.Tensor, intermediate_tensors: None, **states: Any) -> torch.Tensor:
-        if len(positions) > max_rows:  # vLLM compiles for no more
+        if len(positions) > max_rows:  # vLLM compiles for at most this number
             return forward(token_ids, positions, intermediate_tensors, **states)
         if not takes_states:
             return cut(token_ids.int(), positions, intermediate_tensors)
@@ -65,7 +67,7 @@ def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tens
 
 
 def _renamed(forward: Any, tag: str) -> FunctionType:
-    """The function with another name and code object, since caches use either as a key."""
+    """Returns the function with another name and code object, since caches use either as a key."""
     name = f"{forward.__name__}_{tag}"
     code = forward.__code__.replace(co_name=name)
     copied = FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)

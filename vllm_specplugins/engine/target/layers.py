@@ -1,5 +1,5 @@
-"""Some of the target's layers and its head, for both runners: on the target's paged KV cache, with the LoRA adapters of
-the rows."""
+"""Runs some of the target's layers and its head for both runners, on the target's paged KV cache, with the LoRA
+adapters of the rows."""
 
 import copy
 import logging
@@ -34,13 +34,13 @@ class Cut(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The first layer and the end, if no layer between them is left out."""
+        """Returns the first layer and the end, if no layer between them is skipped."""
         first, end = (self.layers[0], self.layers[-1] + 1) if self.layers else (0, 0)
         return (first, end) if end - first == len(self.layers) else None
 
     @property
     def tag(self) -> str:
-        """A unique name for this cut.
+        """Returns a unique name for this cut.
 
         >>> Cut((0, 1), True).tag, Cut((0, 2), False, takes_states=True).tag
         ('layers_0_2', 'layers_0x5_unnormed_states')
@@ -68,7 +68,7 @@ def _cuts(config: SpecConfig) -> set[Cut]:
 class FirstLayers:
     """Runs a decoder body's forward method with other `layers`, `start_layer` or `end_layer`: vLLM's bodies loop over
     `layers[start_layer:end_layer]`. A shallow copy shares all weights and the attention layers with their KV pages.
-    Embedding scale, norms and residuals remain those of the model."""
+    Embedding scale, norms and residuals are those of the model."""
 
     def __init__(self, target: nn.Module, config: SpecConfig):
         self._target: Any = target
@@ -88,34 +88,34 @@ class FirstLayers:
     def __call__(
         self, layers: Layers, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after these layers and, if `normed`, the final norm."""
+        """Returns hidden states [num_tokens, hidden_size] after these layers and, if `normed`, the final norm."""
         return self._cut(Cut(_indices(layers), normed))(token_ids, positions, None)
 
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """States [num_tokens, hidden_size] before the first layer, of token ids [num_tokens]."""
+        """Returns states [num_tokens, hidden_size] before the first layer, of token ids [num_tokens]."""
         embeddings: torch.Tensor = self._body.embed_input_ids(token_ids)
         return embeddings
 
     def of_states(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), from the states before them.
-        If the range is empty, no attention runs, and no forward context is needed."""
-        if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
+        """Returns hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), from the states before
+        them. If the range is empty, no attention runs, and no forward context is needed."""
+        if first_layer == end_layer:  # a body's forward expects the residual of a layer
             alone: torch.Tensor = self._body.norm(states) if normed else states
             return alone
         cut = Cut(tuple(range(first_layer, end_layer)), normed, takes_states=True)
         return self._cut(cut)(None, positions, None, inputs_embeds=states)
 
     def _cut(self, cut: Cut) -> Callable[..., torch.Tensor]:
-        if cut not in self._run:  # `forward`, not a call: the body's compiled code, if there is any, has all layers
+        if cut not in self._run:  # `forward`, not a call: the body's compiled code, if any, has all layers
             self._run[cut] = self._cut_body(cut).forward
         return self._run[cut]
 
     @torch.inference_mode()
     def _takes_states(self) -> bool:
-        """Whether the body's forward passes the given states to its layers; some families scale them."""
-        # This embeds no token: the adapter that would do so is not known yet.
+        """Returns whether the body's forward passes the given states to its layers; some families scale them."""
+        # This embeds no token, since the token's adapter is not known yet.
         states = torch.ones_like(self._body.norm.weight)[None]
         first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
@@ -141,16 +141,16 @@ class FirstLayers:
         return body
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's logits [num_tokens, vocab_size] of normed hidden states."""
+        """Returns the target's logits [num_tokens, vocab_size] of normed hidden states."""
         logits: torch.Tensor = self._target.compute_logits(hidden_states)
         return logits
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Token ids [num_tokens] of the largest logits. Tensor-parallel ranks exchange their best tokens instead of all
-        logits."""
+        """Returns token ids [num_tokens] of the largest logits. Tensor-parallel ranks exchange their best tokens
+        instead of all logits."""
         processor: Any = getattr(self._target, "logits_processor", None)
         head = getattr(self._target, "lm_head", None)
-        has_best = hasattr(processor, "get_top_tokens")  # not so where adapters add to the logits
+        has_best = hasattr(processor, "get_top_tokens")  # not if adapters change the logits
         if not has_best or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
             return self.logits(hidden_states).argmax(dim=-1)
         token_ids: torch.Tensor = processor.get_top_tokens(head, hidden_states)
@@ -161,7 +161,7 @@ class _Sum(nn.Module):
     """Returns the residual stream unchanged, in place of a final norm."""
 
     def forward(self, hidden_states: torch.Tensor, *residual: torch.Tensor | None) -> Any:
-        if not residual:  # some families, as Granite, have no separate residual, and their norms return one tensor
+        if not residual:  # some families, such as Granite, have no separate residual, and their norms return one tensor
             return hidden_states
         return hidden_states if residual[0] is None else hidden_states + residual[0], None
 
@@ -172,7 +172,7 @@ class Adapters:
 
     def __init__(
         self,
-        select: Callable[..., None],  # vLLM's: takes adapter ids by row of logits and by row of tokens, and requests
+        select: Callable[..., None],  # of vLLM: takes adapter ids by row of logits and by row of tokens, and requests
         ids: np.ndarray[Any, np.dtype[np.int32]],  # [num_reqs], 0: none
         requests: set[Any],
     ):
@@ -191,7 +191,7 @@ class Adapters:
 class PagedLayers:
     """target.PagedForward without attention, which each runner adds. T: tokens per request."""
 
-    # Prepares attention at positions [num_reqs] or [num_reqs, T], and gives them as [num_reqs * T].
+    # Prepares attention at positions [num_reqs] or [num_reqs, T], and returns them as [num_reqs * T].
     attention: Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 
     def __init__(self, layers: FirstLayers, adapters: Adapters | None):
@@ -227,8 +227,8 @@ class PagedLayers:
 
 
 def updates_in_place(group: Any) -> bool:
-    """Whether the attention metadata of a draft can be updated in place. A class that overrides only `build` inherits
-    the claim and an unsuitable update: chunked local attention derives batches from lengths."""
+    """Returns whether the attention metadata of a draft can be updated in place. A class that overrides only `build`
+    inherits the flag and an unsuitable update: chunked local attention computes batches from lengths."""
     if not group.supports_draft_decode_metadata_update:
         return False
     kinds = type(group.get_metadata_builder()).__mro__

@@ -1,5 +1,5 @@
-"""Reads in vLLM's source whether a model's layers can be cut, and which kinds of state they have, before an engine
-starts: importing a model class takes seconds and may initialise a device. In unclear cases the worker decides
+"""Reads vLLM's source to find whether a model's layers can be cut, and which kinds of state they have, before an engine
+starts. The import of a model class takes seconds and may initialise a device. In unclear cases the worker decides
 (layers.py)."""
 
 import ast
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from vllm_specplugins.config import ConfigError
 
-# Attributes of a decoder's body that can be cut.
+# The attributes of a decoder's body that can be cut.
 PARTS = ("layers", "start_layer", "end_layer", "norm")
-# Names in the call of a layer where it gets the states alone, and settings that all layers get.
+# Names of arguments in the call of a layer that reads only states, and settings that all layers get.
 _PLAIN_INPUTS = {
     *("layer", "positions", "position_ids", "hidden_states", "x", "residual"),
     *("kwargs", "extra_layer_kwargs", "llama_4_scaling"),
@@ -19,22 +19,22 @@ _PLAIN_INPUTS = {
 
 
 def uncuttable(method: str, model: str) -> ConfigError:
-    wanted = "a decoder whose body runs `layers` from `start_layer` to `end_layer` and `norm` behind them"
+    wanted = "a decoder whose body runs `layers` from `start_layer` to `end_layer`, and then `norm`"
     return ConfigError(f"{method}: model must be {wanted}, as vLLM's Llama does, not {model}.")
 
 
 def unskippable(method: str, model: str) -> ConfigError:
-    wanted = "one where a layer gets no more than states from earlier layers"
-    return ConfigError(f"{method}: layers must be left out for this model, or the model must be {wanted}, not {model}.")
+    wanted = "one whose layers read nothing but states of earlier layers"
+    return ConfigError(f"{method}: remove layers: the model must be {wanted}, not {model}.")
 
 
 def takes_no_states(method: str, model: str) -> ConfigError:
-    wanted = "a decoder whose body hands `inputs_embeds` to its layers as they are, as vLLM's Llama does"
+    wanted = "a decoder whose body passes `inputs_embeds` unchanged to its layers, as vLLM's Llama does"
     return ConfigError(f"{method}: model must be {wanted}, not {model}.")
 
 
 def may_be_cut(module: str) -> bool:
-    """False if no class of this module, or of the modules of its base classes, is a body that can be cut.
+    """Returns False if no class of this module, or of the modules of its base classes, is a body that can be cut.
 
     >>> may_be_cut("vllm.model_executor.models.mistral"), may_be_cut("vllm.model_executor.models.opt")
     (True, False)
@@ -44,8 +44,8 @@ def may_be_cut(module: str) -> bool:
 
 
 def may_skip(module: str) -> bool:
-    """False if a layer of a body in these modules receives more than states from earlier layers, or reads their keys,
-    or if a body treats its layers by their places.
+    """Returns False if a layer of a body in these modules receives more than the states of earlier layers, or reads
+    their keys, or if a body treats its layers by their places.
 
     >>> may_skip("vllm.model_executor.models.gemma3"), may_skip("vllm.model_executor.models.gemma4")
     (True, False)
@@ -60,7 +60,8 @@ def may_skip(module: str) -> bool:
 
 
 def _compares_places(node: ast.AST) -> bool:
-    """Whether a loop over layers compares their places, except for the states that it hands to vLLM's drafters."""
+    """Returns whether a loop over layers compares their places, except for the states that it passes to vLLM's
+    drafters."""
     if not isinstance(node, ast.For) or "end_layer" not in ast.unparse(node.iter):
         return False
     places = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
@@ -69,7 +70,7 @@ def _compares_places(node: ast.AST) -> bool:
 
 
 def kinds_of_state(module: str) -> set[str]:
-    """The kinds of state that every token changes, by the names of vLLM's functions that copy them.
+    """Returns the kinds of state that every token changes, by the names of vLLM's functions that copy them.
 
     >>> kinds_of_state("vllm.model_executor.models.jamba")
     {'mamba1'}
@@ -90,7 +91,7 @@ def _is_body(node: ast.stmt) -> bool:
 
 
 def _sources(module: str, seen: set[str]) -> Iterator[ast.Module]:
-    """Yields a module of vLLM's, and the modules from which its base classes, or a package's names, come."""
+    """Yields a module of vLLM, and the modules of its base classes, or of a package's names."""
     path = _path(module)
     if module in seen or path is None:
         return
@@ -107,7 +108,7 @@ def _sources(module: str, seen: set[str]) -> Iterator[ast.Module]:
 
 
 def _path(module: str) -> Path | None:
-    """The file of a module of vLLM's models; `find_spec` would import its package."""
+    """Returns the file of a module of vLLM's models; `find_spec` would import its package."""
     if not module.startswith(("vllm.model_executor.models.", "vllm.models.")):
         return None
     vllm = find_spec("vllm")

@@ -1,1 +1,1 @@
-"""The adapter for Model Runner V1, with one file per task."""
+"""Adapts Model Runner V1, with one file for each task."""

@@ -1,5 +1,5 @@
-"""Model Runner V1: a drafter of vLLM as a stage of a cascade. It reads all tokens of every step, so its KV cache is
-complete."""
+"""Model Runner V1: runs a drafter of vLLM as a stage of a cascade. The drafter reads all tokens of every step, so its
+KV cache is complete."""
 
 import copy
 import time
@@ -18,7 +18,7 @@ from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
 DRAFTERS = ("DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer")
-BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # these can take in tokens without drafting
+BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # these can read tokens without drafting
 
 
 def narrowed() -> dict[str, Any]:
@@ -31,9 +31,9 @@ def narrowed() -> dict[str, Any]:
 
 
 class BuiltInDrafter:
-    """vLLM's drafter of a V1 runner, as a stage of a cascade. V1 asks its drafters before the host has the sampled
-    tokens, and custom ones after that. The flag `disable_padded_drafter_batch` also moves its drafters there, but draft
-    models refuse the flag, so it is hidden from all drafters."""
+    """vLLM's drafter of a V1 runner, as a stage of a cascade. V1 calls its drafters before the host has the sampled
+    tokens, and custom drafters afterwards. The flag `disable_padded_drafter_batch` also moves its drafters there, but
+    draft models refuse the flag, so it is hidden from all drafters."""
 
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner, self._barrier = runner, barrier
@@ -64,7 +64,7 @@ class BuiltInDrafter:
         num_decoded = len(scheduler_output.num_scheduled_tokens) + sum(map(len, drafts))
         has_prompt = scheduler_output.total_num_scheduled_tokens > num_decoded
         num_tokens = self._num_tokens
-        if self._runs_by_token:  # a fault of the choice is the cascade's, and not the drafter's
+        if self._runs_by_token:  # a fault of the choice belongs to the cascade, not to the drafter
             choose = partial(self._cascade.offer_length, batch, num_accepted)
             num_tokens = min(self._barrier.guard.call(batch, choose) or 0, num_tokens)
         work = partial(self._draft, num_tokens, rows, has_prompt, scheduler_output, sampled_token_ids, *step)
@@ -86,7 +86,7 @@ class BuiltInDrafter:
         start = time.perf_counter()
         width = max(1, *map(len, sampled_token_ids))
         padded = np.array([tokens + [-1] * (width - len(tokens)) for tokens in sampled_token_ids], np.int32)
-        scheduler_output = copy.copy(scheduler_output)  # vLLM 0.33 may want fewer than K in a step
+        scheduler_output = copy.copy(scheduler_output)  # vLLM 0.33 may ask for fewer than K tokens in a step
         scheduler_output.num_spec_tokens_to_schedule = min(num_tokens, scheduler_output.num_spec_tokens_to_schedule)
         with self._as_it_expects(scheduler_output, sampled_token_ids):
             on_device = torch.from_numpy(padded).to(self._runner.device)

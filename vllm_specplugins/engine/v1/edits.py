@@ -1,4 +1,4 @@
-"""Model Runner V1: edits of the logits before the temperature, exact at every draft position. One operation handles
+"""Model Runner V1: edits the logits before the temperature, exactly at every draft position. One operation handles
 biases, minimum lengths, penalties and bad words (kernels/rejection/adjust); it takes arrays where V1 has lists. N:
 rows, B: requests, V: vocab_size, M: entries of the longest list."""
 
@@ -31,7 +31,7 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
     if edits == Edits() and allowed is None and not (processors or budgets):
         return logits
     edits = Edits(*(_on_device(field, logits.device) for field in edits))
-    # Penalties follow the processors.
+    # Penalties come after the processors.
     edited = adjust(logits, *rows.layout, edits._replace(penalties=None) if processors else edits, max_num_draft)
     if allowed is not None:
         edited.masked_fill_(allowed[rows.as_tensor(rows.requests)], -torch.inf)
@@ -43,7 +43,7 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
     if processors and edits.penalties is not None:
         edited = adjust(edited, *rows.layout, Edits(penalties=edits.penalties), max_num_draft)
     if budgets:
-        holder.in_spec_mode = False  # a request with a budget has one row, as without speculation
+        holder.in_spec_mode = False  # a request with a thinking budget has one row, as without speculation
         holder.update_state(metadata.output_token_ids, None)
         edited = _on_last_rows(edited, rows, lambda last: holder.apply_to_logits(last, False, None))
     return edited
@@ -69,7 +69,8 @@ def edit_of_drafts(metadata: Any, runner: Any, rows: list[int]) -> Any:
 
 
 def _restores(processor: Any) -> bool:
-    """Whether it may allow stop tokens early, if structured output allows nothing else; it needs whole rows."""
+    """Returns whether the processor may allow stop tokens early, if structured output allows no other token; it then
+    needs whole rows."""
     return isinstance(processor, MinTokensLogitsProcessor) and any(entry[3] for entry in processor.min_toks.values())
 
 
@@ -82,7 +83,8 @@ def _on_last_rows(logits: torch.Tensor, rows: Rows, function: Callable[[torch.Te
 
 
 def _edits(metadata: Any, input_batch: Any, vocab_size: int) -> Edits:
-    """The batch's edits as arrays, without allowed tokens, which V1 has as masks, and processors that `_restores`."""
+    """Returns the batch's edits as arrays, without allowed tokens, which V1 has as masks, and without processors that
+    `_restores`."""
     num_reqs = input_batch.num_reqs
     prompt_lengths, bias, min_tokens = input_batch.num_prompt_tokens[:num_reqs], None, None
     for processor in metadata.logitsprocs.non_argmax_invariant:
@@ -109,7 +111,7 @@ def _edits(metadata: Any, input_batch: Any, vocab_size: int) -> Edits:
 def _lists(
     lists: Mapping[int, Collection[float]], num_reqs: int, dtype: Any = np.int32
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths [B] int32 and entries [B, M] of the requests' lists."""
+    """Returns lengths [B] int32 and entries [B, M] of the requests' lists."""
     lengths = np.zeros(num_reqs, np.int32)
     entries = np.zeros((num_reqs, max(map(len, lists.values()))), dtype)
     for request, values in lists.items():
@@ -119,7 +121,7 @@ def _lists(
 
 
 def _penalties(metadata: Any, input_batch: Any, vocab_size: int) -> Penalties:
-    """Counts tokens anew at each step for requests with penalties, which is far less work than the logits are."""
+    """Counts the tokens of requests with penalties in each step, which costs much less than the logits."""
     parameters = metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties
     counts = np.zeros((input_batch.num_reqs, vocab_size), np.int32)
     prompt_mask = np.zeros((input_batch.num_reqs, -(-vocab_size // 32)), np.int32)

@@ -12,7 +12,7 @@ from vllm_specplugins.engine.learning import new_learner
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Reading
 
-_MAX_UNREAD = 64  # steps; later ones are dropped while the learner has not read these
+_MAX_UNREAD = 64  # most unread steps; later ones are dropped
 
 
 class Readings:
@@ -22,7 +22,7 @@ class Readings:
         self._runner, self._learner = runner, learner
         self._unread = deque[Reading]()
         self._gone: list[str] = []  # requests, since the last reading
-        self._drafted_rows: dict[str, int] = {}  # of the last batch
+        self._drafted_rows: dict[str, int] = {}  # rows of the last batch
         learner.begin(self.read)
 
     @classmethod

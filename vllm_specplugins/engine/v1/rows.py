@@ -1,4 +1,4 @@
-"""Model Runner V1: the rows of a step's logits by request. N: rows, B: requests."""
+"""Model Runner V1: computes the rows of a step's logits by request. N: rows, B: requests."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -30,10 +30,10 @@ class Rows:
         self.counts.cumsum(out=self.starts[1:])
         self.requests = np.arange(len(self.counts)).repeat(self.counts)  # [N]
         self.steps = np.arange(self.starts[-1]) - self.starts[:-1].repeat(self.counts)  # [N] draft tokens before a row
-        self.fed = np.zeros(self.starts[-1], np.int64)  # [N] the draft token that a row is fed
+        self.fed = np.zeros(self.starts[-1], np.int64)  # [N] the draft token that a row reads
         if draft_token_ids:
             self.fed[self.steps > 0] = draft_token_ids
-        self.positions: np.ndarray = num_tokens[self.requests] + self.steps  # [N] of the tokens that rows predict
+        self.positions: np.ndarray = num_tokens[self.requests] + self.steps  # [N] position that a row predicts
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Adapter for Model Runner V1, the runner of CPU-only installs. V1 gives custom proposers only token ids, so we replace
-`propose_draft_token_ids` of that one runner."""
+"""Adapts Model Runner V1, which runs on CPU-only installations. V1 gives custom proposers only token ids, so this
+module replaces `propose_draft_token_ids` of one runner object."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ from vllm_specplugins.target import Target
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Makes V1 build a runner with our proposer as `custom_class`, unless the runner has a drafter of vLLM."""
+    """Makes V1 build a runner with the plugin's proposer as `custom_class`, unless the runner has a drafter of vLLM."""
     names = built_in.narrowed()
     if vllm_config.speculative_config.built_in is None:
         vllm_config.speculative_config.method = "custom_class"
@@ -82,12 +82,13 @@ class _Request:
 
 class _Adapter:
     verifier: Verifier | None = None  # None: vLLM's
-    first_layers: FirstLayers | None = None  # of the target, for a model proposer
+    first_layers: FirstLayers | None = None  # layers of the target, for a model proposer
 
     def __init__(self, runner: Any, session: Session):
         self._runner, self._session = runner, session
         self._reads_history = runner.speculative_config.reads_history
-        # A proposer on the host drafts on rank 0; the scheduler sends its drafts to all, and asks grammars itself.
+        # A proposer on the host drafts on rank 0; the scheduler sends its drafts to all ranks, and handles grammars
+        # itself.
         drafts_here = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
         self._drafts = drafts_here and not runner.speculative_config.plan.scheduler_alone
         self._built_in = None
@@ -97,13 +98,13 @@ class _Adapter:
         self._requests: dict[str, _Request] = {}
         # Draws seeds for requests without one, in the order of their arrival: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
-        self._drafted_at = 0.0  # when the last drafting ended
+        self._drafted_at = 0.0  # time at which the last drafting ended
 
     def _may_draft(self, row: int) -> bool:
         return self.verifier is None or self.verifier.may_draft(row)
 
     def _adds_none_to(self, row: int) -> bool:
-        """Whether a request has a grammar, but its verification can take only one position."""
+        """Returns whether a request has a grammar, but its verification supports only one position."""
         params = self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
         return params is not None and params.structured_outputs is not None and not self._may_draft(row)
 
@@ -132,8 +133,8 @@ class _Adapter:
                 self._requests.pop(request_id, None)
         result = update(scheduler_output)
         if self.verifier is not None:
-            # Our noise needs no torch generator. vLLM winds back a seeded request's in the middle of its prompt; on a
-            # CPU that raises, and the server ends.
+            # The plugin's noise needs no torch generator. vLLM resets the generator of a seeded request within its
+            # prompt; on a CPU this raises, and the server ends.
             self._runner.input_batch.generators.clear()
         return result
 
@@ -150,14 +151,14 @@ class _Adapter:
             seed = getattr(params, "seed", None)
             if seed is None:
                 seed = int(self._random.integers(1 << 63))
-            # vLLM seeds torch.Generator, which takes 64 bits with and without a sign.
+            # vLLM seeds torch.Generator, which accepts signed and unsigned 64-bit seeds.
             seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
             limits = RequestLimits.of(params, cached.num_prompt_tokens, self._runner.max_model_len)
             request = self._requests[request_id] = _Request(limits.frozen(), seed)
         return request
 
     def seed(self, request_id: str) -> int:
-        """The seed of a request's noise, for drafting and for verification."""
+        """Returns the seed of a request's noise, for drafting and for verification."""
         return self._request(request_id).seed
 
     def propose_draft_token_ids(

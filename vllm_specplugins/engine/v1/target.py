@@ -1,4 +1,4 @@
-"""Model Runner V1: the target for a model proposer, and its layers on the paged KV cache."""
+"""Model Runner V1: builds the target for a model proposer, with layers on the paged KV cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ def target_of(
 ) -> Target:
     input_batch, device = runner.input_batch, hidden_states.device
     lengths = torch.from_numpy(num_tokens.astype(np.int64))
-    # A request's hidden states begin where its query does, and end with those of rejected drafts.
+    # A request's hidden states begin at its query's beginning, and end with those of rejected drafts.
     starts = common.query_start_loc_cpu[:-1][rows].long()
     computed = torch.from_numpy(input_batch.num_computed_tokens_cpu[rows]).long()
     temperature = torch.from_numpy(input_batch.temperature_cpu[rows].astype(np.float32))

@@ -25,7 +25,7 @@ from vllm_specplugins.kernels.rejection.reference import truncated
 
 @contextmanager
 def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
-    """Makes vLLM build a runner with all logits processors; under speculation vLLM uses only one."""
+    """Makes vLLM build a runner with all logits processors; with speculation vLLM would use only one."""
     if not verifies():
         yield
         return
@@ -53,8 +53,8 @@ class Verifier:
         self._drafted_for, self._draft_logits = request_ids, logits
 
     def may_draft(self, row: int) -> bool:
-        """Whether a request can verify more than one position. The state of a thinking budget, or of a user's logits
-        processor, advances one step at a time."""
+        """Returns whether a request can verify more than one position. The state of a thinking budget, or of a user's
+        logits processor, advances one step at a time."""
         input_batch = self._runner.input_batch
         request = self._runner.requests[input_batch.req_ids[row]]
         if input_batch.thinking_budget_state_holder is not None:
@@ -81,7 +81,7 @@ class Verifier:
         verified, q = (edited, sampling), None if metadata.all_greedy else self._q(rows, max_num_draft)
         if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
             verified = _scale(edited, metadata, sampling)
-        if logits.device.type == "cpu" and q is None:  # without the tensors that the operation takes
+        if logits.device.type == "cpu" and q is None:  # without building the operation's tensors
             if metadata.all_greedy:
                 token_ids = sampler.greedy_sample(edited.float()).numpy()
             else:
@@ -114,9 +114,9 @@ class Verifier:
         return Sampling(metadata.temperature, torch.from_numpy(seeds).to(device), metadata.top_k, metadata.top_p, min_p)
 
     def _q(self, rows: Rows, max_num_draft: int) -> torch.Tensor | None:
-        """[B, >= max_num_draft, V] logits of q; None: q is one-hot for all. A request that skipped a step has lost its
-        logits, and a forced token has none: one-hot, which is exact. The scheduler pads a request that begins with one
-        token to compute with ids of -1; these rows stay -inf."""
+        """Returns logits of q, [B, >= max_num_draft, V]; None: q is one-hot for all. A request that skipped a step has
+        lost its logits, and a forced token has none; their q is one-hot, which is exact. The scheduler pads a request
+        that begins with one token to compute with ids of -1; these rows stay -inf."""
         if self._draft_logits is None or max_num_draft == 0:
             return None
         request_ids, forced = self._runner.input_batch.req_ids, self._session.forced or {}
@@ -127,7 +127,7 @@ class Verifier:
         result = logits.new_full((len(request_ids), max_num_draft, logits.shape[-1]), -torch.inf)
         for index, (request_id, num_draft) in enumerate(zip(request_ids, rows.num_draft, strict=True)):
             num_drawn, _ = forced.get(request_id, (num_draft, ()))
-            # The scheduler may have cut the draft before its first forced token.
+            # The scheduler may have shortened the draft before its first forced token.
             num_drawn = min(num_drawn, num_draft) if request_id in place else 0
             if num_drawn:
                 result[index, :num_drawn] = logits[place[request_id], :num_drawn]
@@ -140,7 +140,7 @@ class Verifier:
     def _logprobs(
         self, logits: torch.Tensor, sampling: Sampling, sampled: torch.Tensor, metadata: Any, rows: Rows
     ) -> LogprobsTensors:
-        """Returns vLLM's format, with a row for each token of `sampled` [B, max_num_draft + 1]."""
+        """Returns logprobs in vLLM's format, with a row for each token of `sampled` [B, max_num_draft + 1]."""
         sampler = self._runner.sampler
         is_token = sampled >= 0
         requests, steps = is_token.nonzero(as_tuple=True)
@@ -166,15 +166,15 @@ class Verifier:
 
 
 def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Moves the rows of a tensor to the places that `mask` marks; zeros elsewhere."""
+    """Returns the rows of a tensor at the places that `mask` marks, and zeros elsewhere."""
     result = tensor.new_zeros(len(mask), *tensor.shape[1:])
     result[mask] = tensor
     return result
 
 
 def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[torch.Tensor, Sampling]:
-    """Logits at temperature 1 after the processors that follow the temperature, and the sampling that remains; for
-    batches with a user's processor among these, which have one row per request."""
+    """Returns logits at temperature 1 after the processors that follow the temperature, and the remaining sampling
+    parameters. It handles batches with a user's processor, which have one row per request."""
     greedy = sampling.temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, sampling.temperature)[:, None]
     untouched = logits[greedy]
@@ -192,8 +192,8 @@ def expand_batch_to_tokens(
     replace_to: int = 0,
 ) -> torch.Tensor:
     """Repeats a sampling parameter of each request, [num_reqs], for its draft tokens, [num_tokens]. Replaces vLLM's
-    function. Its CPU kernel writes into a copy of the output, so temperature, top-k and top-p of draft positions stay
-    uninitialised, and samples come from a wrong distribution.
+    function. vLLM's CPU kernel writes to a copy of the output, so temperature, top-k and top-p of draft positions stay
+    uninitialised, and samples have a wrong distribution.
 
     >>> expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 3]), 3, 0, 1)
     tensor([0.5000, 0.5000, 1.0000])
@@ -204,6 +204,6 @@ def expand_batch_to_tokens(
 
 
 def probs_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """q of the draft tokens, [num_reqs, K, vocab_size] float32; vLLM does not read it at temperature 0."""
+    """Returns q of the draft tokens, [num_reqs, K, vocab_size] float32; vLLM does not read it at temperature 0."""
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
     return torch.softmax(logits.float() / scale, dim=-1)

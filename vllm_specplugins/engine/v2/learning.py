@@ -1,6 +1,6 @@
-"""Model Runner V2: passes the target's states of each step to a part that learns, without a wait. A step copies its
-states into a ring on the device, and vLLM copies the sampled tokens to the host; the learner's thread reads both once
-they have arrived. R: requests, K: num_speculative_tokens, H: hidden size."""
+"""Model Runner V2: passes the target's states of each step to a part that learns, while no step waits. A step copies
+its states into a ring on the device, and vLLM copies the sampled tokens to the host; the learner's thread reads both
+once they have arrived. R: requests, K: num_speculative_tokens, H: hidden size."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -18,7 +18,7 @@ from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.windows import ExitStates
 from vllm_specplugins.target import Reading
 
-_MAX_UNREAD = 1024  # steps and changes of requests; with more, all live requests are dropped
+_MAX_UNREAD = 1024  # most unread steps and changes of requests; then all live requests are dropped
 
 
 def attach(runner: Any, speculator: Any) -> None:
@@ -70,10 +70,10 @@ class Readings:
         num_rows = max(1, learner.unread_bytes // (row_size * dtype.itemsize))
         self._ring = torch.zeros(num_rows, row_size, device=device, dtype=dtype)
         self._back = torch.arange(max_num_draft, -1, -1, dtype=torch.int32, device=device)
-        self._row_of = torch.full((max_num_reqs,), -1, device=device)  # of each slot, in the last batch
+        self._row_of = torch.full((max_num_reqs,), -1, device=device)  # row of each slot, in the last batch
         self._states = _States(None, 0, 0)  # of this step
         self._num_taken = self._num_read = 0  # rows of the ring, over all steps
-        # New requests, the names of those that are gone, and steps; None: all live requests were dropped.
+        # New requests, ids of ended requests, and steps; None: all live requests were dropped.
         self._unread, self._has_dropped = deque[Any](), False
         self._ends: dict[str, _End] = {}
         self._gone: list[str] = []
@@ -162,7 +162,7 @@ class Readings:
             self._ends.pop(request_id, None)
 
     def _reading(self, sampled: SampledTokens, states: _States) -> Reading | None:
-        """The reading of a step; None if the ring lacks its states. Moves each request's end."""
+        """Returns the reading of a step, or None if the ring lacks its states. Advances each request's end."""
         ends: list[_End] = []
         counts, rows, positions, token_ids, next_ids = (list[int]() for _ in range(5))
         for row, emitted in enumerate(sampled.tokens()):
@@ -180,7 +180,7 @@ class Readings:
         if states.arrived is None or not rows:
             return None
         copy = self._ring[torch.tensor(rows, device=self._ring.device)]
-        copied = torch.cuda.Event(blocking=True)  # before the rows are taken again
+        copied = torch.cuda.Event(blocking=True)  # before other steps use the rows
         copied.record()
         copied.synchronize()
         gone, self._gone = self._gone, []

@@ -1,5 +1,5 @@
-"""Model Runner V2: the memory of drafting. Adds our CUDA graphs to the estimate that vLLM makes before it allocates the
-KV cache, and logs the large buffers in one line."""
+"""Model Runner V2: accounts for the memory of drafting. Adds the plugin's CUDA graphs to vLLM's estimate before it
+allocates the KV cache, and logs the large buffers in one line."""
 
 import copy
 import gc
@@ -13,8 +13,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm_specplugins.engine.hooks import replaced, wrap
 
 logger = logging.getLogger("vllm.specplugins")
-_NUM_SAMPLES = 2  # graphs of each depth, the largest ones, as in vLLM's estimate
-_LEAST_BYTES = 1 << 20  # of a graph, as in vLLM's estimate
+_NUM_SAMPLES = 2  # number of the largest graphs of each depth, as in vLLM's estimate
+_LEAST_BYTES = 1 << 20  # smallest size of a graph, as in vLLM's estimate
 
 
 class FewGraphs(dict[int, Any]):
@@ -25,15 +25,15 @@ class FewGraphs(dict[int, Any]):
 
     def items(self) -> Any:
         for graphs in self.values():
-            graphs.pool = self._runner.cudagraph_manager.pool  # which goes with the profile
+            graphs.pool = self._runner.cudagraph_manager.pool  # the pool ends with the profile
             graphs._max_full_descs_to_capture, graphs._capture_mem_samples = _NUM_SAMPLES, []
         return super().items()
 
     def get(self, *_: Any) -> None:
-        """Returns None: nothing is replayed."""
+        """Returns None, since no graph is replayed."""
 
     def missing_bytes(self) -> int:
-        """The memory of the graphs that were not recorded; vLLM has measured the others."""
+        """Returns the memory of the graphs that were not recorded; vLLM has measured the other graphs."""
         return sum(
             (sum(map(len, graphs._capture_descs.values())) - len(samples)) * max([_LEAST_BYTES, *samples[1:]])
             for graphs in self.values()
@@ -42,8 +42,8 @@ class FewGraphs(dict[int, Any]):
 
 
 def for_warm_up(runner: Any) -> Any:
-    """A scheduler's configuration with as many requests as vLLM verifies at once: its warm-up would make logits of up
-    to 16,384 rows, when the KV cache has taken the memory."""
+    """Returns a scheduler's configuration with the number of requests that vLLM verifies at once. Otherwise its warm-up
+    would allocate logits of up to 16,384 rows after the KV cache."""
     scheduler, width = copy.copy(runner.scheduler_config), runner.num_speculative_steps + 1
     scheduler.max_num_seqs = max(1, min(scheduler.max_num_seqs, get_max_chunk_logits(runner.vocab_size) // width))
     return scheduler
@@ -54,7 +54,8 @@ def attach(runner: Any, speculator: Any) -> None:
 
 
 def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
-    """Adds our graphs to vLLM's estimate. vLLM frees the graphs and KV cache of its profile, so we drop them, too."""
+    """Adds the plugin's graphs to vLLM's estimate. vLLM frees the graphs and the KV cache of its profile, so the plugin
+    also drops them."""
     few = FewGraphs(runner)
     with replaced(speculator, {"_graphs_of": few}):
         total: int = estimate() + few.missing_bytes()

@@ -1,4 +1,4 @@
-"""Model Runner V2: a request as drafting sees it, and the limits of all requests on the device."""
+"""Model Runner V2: stores the data of requests that drafting needs, and the limits of all requests on the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ from vllm_specplugins.structures.arrays import view
 
 
 class Request:
-    """A request as drafting sees it, created when the runner adds vLLM's NewRequestData, for a new request or one that
-    resumes after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does not track its
-    tokens, and `token_ids` stays empty. RequestLimits describes `num_beside`. A request with which vLLM warms up has no
-    limit of its length: it is two tokens long, and would warm up no kernels for drafts."""
+    """The data of a request that drafting needs. The runner creates it from vLLM's NewRequestData, for a new request or
+    a request that resumes after a preemption. `slot` is its row in vLLM's states. Without `reads_tokens` the host does
+    not track its tokens, and `token_ids` stays empty. RequestLimits describes `num_beside`. A warm-up request of vLLM
+    has no length limit: it has two tokens, and would otherwise warm up no kernels for drafts."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Request:
 
     @property
     def token_ids(self) -> Int32Array:
-        """[num_tokens], read-only."""
+        """Returns the request's tokens, [num_tokens], read-only."""
         return self._readable[: self.num_tokens]
 
     def extend(self, token_ids: Any) -> None:
@@ -53,14 +53,14 @@ class Request:
 
 
 class DraftLimits:
-    """The limits of all request slots, in tensors at fixed addresses because graphs read them. A request may allow only
+    """The limits of all request slots, in tensors at fixed addresses, since graphs read them. A request may allow only
     some of a cascade's `stages`."""
 
     def __init__(self, req_states: Any, max_num_draft: int, device: torch.device, stages: Sequence[StageConfig] = ()):
         self._req_states, self._max_num_draft = req_states, max_num_draft
         self._stages = [stage.method for stage in stages]
         self.of_stages = [stage.num_speculative_tokens or max_num_draft for stage in stages]  # K of each
-        # The columns that kernels/steps reads, and whether each stage is allowed.
+        # The columns that kernels/steps reads, and whether the request allows each stage.
         shape = req_states.max_num_reqs, 3 + len(stages)
         self._limits = torch.zeros(shape, dtype=torch.int32, device=device)
         self._step_limit = max_num_draft
@@ -83,6 +83,7 @@ class DraftLimits:
         self._limits[values[:, 0]] = values[:, 1:].int()
 
     def wanted(self, rows: Rows, mapping: torch.Tensor) -> Wanted:
-        """The number of tokens that each row wants, by the rule of `draft_limit`; kernels/steps describes `mapping`."""
+        """Returns the number of tokens that each row wants, by the rule of `draft_limit`; kernels/steps describes
+        `mapping`."""
         limits = self._req_states.total_len.gpu, self._limits, self._step_limit_there
         return limit(rows, *limits, mapping, tuple(self.of_stages))

@@ -1,5 +1,5 @@
-"""Adapter for Model Runner V2, the default wherever Triton works. A proposer that reads tokens on the host waits for
-them (speculators/host.py); others draft on the device (device.py)."""
+"""Adapts Model Runner V2, the default if Triton works. A proposer that reads tokens on the host waits for them
+(speculators/host.py); other proposers draft on the device (device.py)."""
 
 import copy
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from vllm_specplugins.engine.verify import verifies
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Makes vLLM build a runner with our speculator, since V2 has a fixed list of speculators."""
+    """Makes vLLM build a runner with the plugin's speculator, since V2 has a fixed list of speculators."""
     apply_short_masks()
     original = model_runner.init_speculator
     kind: Any = import_object(vllm_config.speculative_config.plan.speculator)
@@ -51,7 +51,8 @@ def is_known(runner: Any) -> bool:
 
 
 def attach(runner: Any, session: Session) -> None:
-    """Connects our speculator to the runner's requests and steps, and reports true draft lengths to the scheduler."""
+    """Connects the plugin's speculator to the runner's requests and steps, and reports actual draft lengths to the
+    scheduler."""
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
         return
@@ -103,8 +104,8 @@ def attach(runner: Any, session: Session) -> None:
 
 
 class _Numpy:
-    """NumPy with a generator that the code of others cannot reach. vLLM draws seeds of requests from the global one,
-    alike on each rank; a call that a guard has abandoned on rank 0 may still draw from that one."""
+    """NumPy with a separate random generator. vLLM draws seeds of requests from the global generator, equally on each
+    rank, but a call that a guard abandoned on rank 0 may still use that generator."""
 
     def __init__(self) -> None:
         self.random = np.random.RandomState()
@@ -166,7 +167,7 @@ def _noted(speculator: Any, output: Any) -> Any:
 
 
 def _trimming_as(ours: Any, theirs: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answers for our speculator when the runner asks vLLM's whether drafts are trimmed."""
+    """Makes the plugin's speculator answer when the runner asks vLLM's speculator whether drafts are trimmed."""
     trims = isinstance(ours, DeviceSpeculator) and ours.enable_adaptive_verification
     with replaced(theirs, {"enable_adaptive_verification": trims}):
         return initialize(*args, **kwargs)

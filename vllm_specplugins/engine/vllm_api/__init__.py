@@ -1,1 +1,2 @@
-"""vLLM's names that we use: the reasons for replacements (`replaced.toml`), and the check of a vLLM version."""
+"""Lists vLLM's names that the plugin uses, with the reasons for replacements (`replaced.toml`), and checks a vLLM
+version."""

@@ -1,6 +1,6 @@
-"""Checks every vLLM name that we replace, override or read, before one of our methods runs. vllm_names.json lists the
-names, with the parameters of functions (tests/engine/vllm_names.py generates it); replaced.toml states the reasons for
-replacements. The check parses vLLM's source without importing it, so it also works on an unpacked wheel."""
+"""Checks every vLLM name that the plugin replaces, overrides or reads, before one of its methods runs. vllm_names.json
+lists the names, with the parameters of functions (tests/engine/vllm_names.py generates it); replaced.toml states the
+reasons for replacements. The check parses vLLM's source without importing it, so it also works on an unpacked wheel."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SUPPORTED = ">=0.32,<0.34"
-# Files that one model runner uses alone; if V1 goes, V2 still drafts.
+# Files that only one model runner uses; if vLLM removes V1, V2 still drafts.
 OF_RUNNER = {
     "v1": re.compile(
         r"v1/(sample/|spec_decode/(llm_base_proposer|metadata)|worker/(gpu_model_runner|gpu_input_batch|block_table)\.)"
@@ -25,7 +25,7 @@ OF_RUNNER = {
 
 
 class NotSupportedError(Exception):
-    """The installed vLLM lacks a name, which the text says."""
+    """The installed vLLM lacks a name; the message names it."""
 
 
 NAMES_FILE = Path(__file__).with_name("vllm_names.json")
@@ -63,12 +63,12 @@ def names() -> Mapping[str, Mapping[str, str | None]]:
 
 
 def runner_of(file: str) -> str | None:
-    """The model runner that a file of vLLM belongs to; None: both use it."""
+    """Returns the model runner to which a file of vLLM belongs; None: both use it."""
     return next((runner for runner, files in OF_RUNNER.items() if files.match(file)), None)
 
 
 def check_installed(runner: str | None = None) -> None:
-    """Raises NotSupportedError if the installed vLLM lacks a name of this runner, or one that both use (None)."""
+    """Raises NotSupportedError if the installed vLLM lacks a name of this runner, or a name that both use (None)."""
     if problems := probe_installed(runner):
         raise NotSupportedError(problems[0])
 
@@ -81,7 +81,7 @@ def vllm_version() -> str | None:
 
 
 def untested_version() -> str | None:
-    """The version of vLLM, unless it is SUPPORTED."""
+    """Returns the version of vLLM, unless it is SUPPORTED."""
     low, high = map(_number, re.findall(r"[\d.]+", SUPPORTED))
     found = vllm_version() or "unknown"
     return None if low <= _number(found) < high else found
@@ -93,7 +93,7 @@ def _number(text: str) -> tuple[int, ...]:
 
 @cache
 def probe_installed(runner: str | None = None) -> tuple[str, ...]:
-    """A sentence for each name of this runner, or of both (None), that the installed vLLM lacks."""
+    """Returns a sentence for each name of this runner, or of both (None), that the installed vLLM lacks."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return ("vLLM is not installed",)
@@ -110,14 +110,14 @@ def probe(package: Path, runners: Container[str | None] = (None, "v1", "v2")) ->
         for name, parameters in wanted.items():
             node = find(module, name)
             if node is None:
-                yield f"vllm/{file}: {name} is missing; supported is vLLM {SUPPORTED}"
+                yield f"vllm/{file}: {name} is missing; the plugin supports vLLM {SUPPORTED}"
             elif parameters is not None and not fit(parameters_of(node) or "", parameters):
                 listed = parameters.replace(" ", ", ")
-                yield f"vllm/{file}: {name} does not take ({listed}); supported is vLLM {SUPPORTED}"
+                yield f"vllm/{file}: {name} lacks parameters ({listed}); the plugin supports vLLM {SUPPORTED}"
 
 
 def fit(parameters: str, listed: str) -> bool:
-    """Whether a function takes the listed parameters. After "..." further parameters may stand between them.
+    """Returns whether a function has the listed parameters. After "..." there may be further parameters between them.
 
     >>> fit("self a b new c", "self a ... c"), fit("self b c", "self a ... c"), fit("self a new", "self a")
     (True, False, False)
@@ -131,7 +131,7 @@ def fit(parameters: str, listed: str) -> bool:
 
 
 def find(module: ast.Module, name: str) -> ast.AST | None:
-    """The node that binds `name` in a module or in one of its classes."""
+    """Returns the node that binds `name` in a module or in one of its classes."""
     owner, _, member = name.rpartition(".")
     if not owner:
         return _binding(ast.walk(module), member)

@@ -1,1 +1,1 @@
-"""Trained parts of model proposers: their files, the check against a target, and their application."""
+"""Loads, checks and runs the trained parts of model proposers."""

@@ -11,8 +11,8 @@ from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadConfig:
-    """The model and layers that a head was trained for: `exit_layer` layers run before it, the first ones or those with
-    the indices `layers`."""
+    """The model and the layers for which a head was trained: `exit_layer` layers run before it, either the first ones
+    or the `layers` with these indices."""
 
     exit_layer: Count
     hidden_size: Count
@@ -37,6 +37,6 @@ class ExitHead(TrainedPart):
         self.head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] of hidden states [N, H] after these layers, before any norm."""
+        """Returns logits [N, V] of hidden states [N, H] after these layers, before any norm."""
         logits: torch.Tensor = self.head(self.norm(hidden_states))
         return logits

@@ -13,8 +13,8 @@ from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpHeadConfig:
-    """The model and layers that a part was trained for. The first `early_layers` layers run for a token before the jump
-    (0: it reads the token's embedding), and the layers from `late_layer` on after it (num_layers: none)."""
+    """The model and the layers for which a part was trained. The first `early_layers` layers run for a token before the
+    jump (0: it reads the token's embedding), and the layers from `late_layer` on after it (num_layers: none)."""
 
     early_layers: Count
     late_layer: Count
@@ -54,8 +54,8 @@ class JumpHead(TrainedPart):
 
 
 def check_jump(folder: str | Path, *, num_layers: int, hidden_size: int) -> JumpHeadConfig:
-    """The configuration in a folder. Raises ConfigError unless the folder holds a complete part for a model of these
-    sizes."""
+    """Returns the configuration in a folder. Raises ConfigError unless the folder has a complete part for a model of
+    these sizes."""
     config: JumpHeadConfig = JumpHead.check(folder, num_layers=num_layers, hidden_size=hidden_size)
     if not config.early_layers <= config.late_layer <= num_layers:
         wanted = f"a head whose late_layer is from early_layers to {num_layers}"

@@ -30,7 +30,8 @@ class LookAhead(TrainedPart):
         self.embeddings = Embedding(self.config.num_embeddings, self.config.hidden_size)
 
     def states(self, target: Target, exit_layer: int, num_steps: int, max_position: int, normed: bool) -> torch.Tensor:
-        """States [num_reqs, num_steps, H] of each request's newest token and num_steps - 1 embeddings after it."""
+        """Returns the states [num_reqs, num_steps, H] of each request's newest token and of num_steps - 1 embeddings
+        after it."""
         newest = target.forward.embeddings(target.last_token_ids)[:, None]
         ahead = self.embeddings.weight[: num_steps - 1].expand(len(newest), -1, -1)
         positions = (target.num_tokens - 1)[:, None] + torch.arange(num_steps, device=newest.device)
@@ -42,7 +43,7 @@ class LookAhead(TrainedPart):
 
 
 def check_look_ahead(folder: str | Path, *, exit_layer: int, hidden_size: int, num_draft: int) -> None:
-    """Raises ConfigError unless a folder holds embeddings for drafts of this length at this layer."""
+    """Raises ConfigError unless a folder has embeddings for drafts of this length at this layer."""
     config = LookAhead.check(folder, exit_layer=exit_layer, hidden_size=hidden_size)
     if config.num_embeddings < num_draft - 1:
         wanted = f"a {LookAhead.noun} of at least {num_draft - 1}, one less than num_speculative_tokens"

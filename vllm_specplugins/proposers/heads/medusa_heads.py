@@ -1,4 +1,4 @@
-"""Published Medusa heads: their files, and logits for several positions at once from hidden states.
+"""Reads published Medusa heads, and computes logits for several positions at once from hidden states.
 
 Two formats name the same tensors: FasterDecoding's ("0.0.linear.weight", "0.1.weight", or with "medusa_heads." before
 them) and vLLM's ("blocks.0.layers.0.weight", "lm_heads.0.weight", "lm_head.weight" shared by all, "token_map" if the
@@ -19,7 +19,7 @@ from vllm_specplugins.config import error_text
 from vllm_specplugins.proposers.heads.trained import TrainedPart
 
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-# Names in both formats, and the tensor's name here: HEAD.LAYER.weight, HEAD.LAYER.bias or HEAD.head.
+# The names in both formats, and the tensor's name in this file: HEAD.LAYER.weight, HEAD.LAYER.bias or HEAD.head.
 _NAMES = {
     r"(?:medusa_heads\.)?(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)": r"\1.\2.\3",
     r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)": r"\1.\2.\3",
@@ -35,7 +35,7 @@ class MedusaHeads(TrainedPart):
 
     Args:
         layers: weights [M, H, H] and biases [M, 1, H] of each layer, which adds SiLU(linear) to its input.
-        head: [M, W, H], [W, H] for all, or None: the target's.
+        head: [M, W, H], or [W, H] for all heads; None: the head of the target.
         token_map: [W] int64, the heads' tokens; None: the whole vocabulary.
     """
 
@@ -56,8 +56,8 @@ class MedusaHeads(TrainedPart):
     def logits(
         self, hidden_states: torch.Tensor, num_draft: int, target_head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm. A part
-        without vocabulary matrices uses `target_head`."""
+        """Returns logits [num_draft, N, V] of the tokens after the next token, from states [N, H] after the final norm.
+        A part without vocabulary matrices uses `target_head`."""
         states = hidden_states.expand(num_draft, *hidden_states.shape)
         tensors = iter(self.layers)
         for weight, bias in zip(tensors, tensors, strict=True):
@@ -129,9 +129,9 @@ class MedusaHeads(TrainedPart):
 
 
 def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_size: int) -> None:
-    """Raises ConfigError unless a folder holds heads with finite weights for a model of these sizes."""
+    """Raises ConfigError unless a folder has heads with finite weights for a model of these sizes."""
     states = torch.empty(1, hidden_size, device="meta")
-    try:  # shapes fit if a pass without data succeeds
+    try:  # the shapes are right if a pass without data succeeds
         heads = MedusaHeads.load(folder, num_heads, vocab_size, "meta", states.dtype)
         heads.logits(states, num_heads, lambda rows: rows.new_empty(len(rows), vocab_size))
     except (RuntimeError, IndexError) as error:
@@ -145,7 +145,7 @@ def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_
 
 
 def num_heads(folder: str | Path) -> int:
-    """The number of heads in a folder. Raises ConfigError if there are none."""
+    """Returns the number of heads in a folder. Raises ConfigError if there are none."""
     return _count(_read(folder)) or MedusaHeads.refuse(folder, "a folder with heads", "one without any")
 
 
@@ -154,7 +154,7 @@ def _count(tensors: Tensors) -> int:
 
 
 def _read(folder: str | Path) -> Tensors:
-    """The tensors of a checkpoint by their name here, mapped from the disk."""
+    """Returns the tensors of a checkpoint by their name in this file, mapped from the disk."""
     path = next((path for name in FILES if (path := Path(folder) / name).is_file()), None)
     if path is None:
         MedusaHeads.refuse(folder, f"a folder with {' or '.join(FILES)}", "one without")
@@ -163,7 +163,7 @@ def _read(folder: str | Path) -> Tensors:
             tensors: Any = load_file(path)
         else:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever a damaged file makes torch, zipfile or pickle raise
+    except Exception as error:  # torch, zipfile and pickle may raise anything for a damaged file
         wanted = f"a folder with a whole {path.name}"
         MedusaHeads.refuse(folder, wanted, f"one that cannot be read ({error_text(error)})")
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):

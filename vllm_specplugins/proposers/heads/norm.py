@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 
 def effective_norm_weight(norm: Any, like: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """[H] float32 factors of an RMSNorm, measured with inputs like `like` (device, dtype); None for another norm."""
+    """Returns the factors of an RMSNorm, [H] float32, measured with inputs like `like` (device, dtype); None for
+    another norm."""
     if getattr(norm, "weight", None) is None or norm.weight.ndim != 1:
         return None
     size = len(norm.weight)

@@ -1,4 +1,5 @@
-"""A trained part is a module. Its folder holds its weights and (except for Medusa) a `config.json` with its sizes."""
+"""The base class of trained parts. A part is a torch module whose folder has its weights and (except for Medusa) a
+`config.json` with its sizes."""
 
 import json
 from collections.abc import Mapping
@@ -20,13 +21,13 @@ Epsilon = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class TrainedPart(torch.nn.Module):  # type: ignore[misc]
-    """A part in memory; its parameters need no gradients until it is trained. `config` is a dataclass of numbers that
+    """A part in memory; its parameters have no gradients until training. `config` is a dataclass of numbers that
     describe the model and the place for which it was trained. Without `weights` the parameters have only shapes."""
 
     Config: ClassVar[type]
     file: ClassVar[str]  # of the tensors
-    field: ClassVar[str]  # where a user names the folder, as in "early_exit: exit_head"
-    noun: ClassVar[str]  # what a user calls the part
+    field: ClassVar[str]  # the field that names the folder, as in "early_exit: exit_head"
+    noun: ClassVar[str]  # the part's name in messages
 
     def __init__(self, config: Any, weights: Mapping[str, torch.Tensor] | None = None):
         super().__init__()
@@ -43,7 +44,7 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in self.state_dict().items()}
-        # Not `save_file`, whose file other users cannot read.
+        # `save_file` would write a file that other users cannot read.
         (folder / self.file).write_bytes(save(tensors, metadata={"format": "pt"}))
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
 
@@ -55,14 +56,15 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         return part
 
     def like_this(self, folder: str | Path) -> Self:
-        """Loads the part from a folder. Raises ConfigError unless it was trained for the same model and place."""
+        """Loads the part from a folder. Raises ConfigError unless it was trained for the same model and layers."""
         if (config := self.check(folder)) != self.config:
             self.refuse(folder, f"a {self.noun} for {self.config}", str(config))
         return self.load(folder)
 
     @classmethod
     def check(cls, folder: str | Path, **wanted: Any) -> Any:
-        """The configuration in a folder. Raises ConfigError unless it has these values and no weights are missing."""
+        """Returns the configuration in a folder. Raises ConfigError unless it has these values and no weights are
+        missing."""
         config = cls.read_config(folder)
         for name, value in wanted.items():
             if getattr(config, name) != value:
@@ -91,7 +93,7 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def read_config(cls, folder: str | Path) -> Any:
-        """The configuration in a folder. Raises ConfigError if there is none."""
+        """Returns the configuration in a folder. Raises ConfigError if there is none."""
         try:
             return msgspec.json.decode((Path(folder) / CONFIG_FILE).read_bytes(), type=cls.Config)
         except (OSError, msgspec.MsgspecError, RecursionError) as error:

@@ -1,5 +1,5 @@
-"""Distils a frozen model into a part, which learns the model's distribution (Hinton et al. 2015), offline or while it
-serves. K: draft tokens, N: drafts, T: tokens of a row, H: hidden size, V: vocabulary."""
+"""Distils a frozen model into a part, which learns the model's distribution (Hinton et al. 2015), offline or during
+serving. K: draft tokens, N: drafts, T: tokens of a row, H: hidden size, V: vocabulary."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ Run = Callable[..., torch.Tensor]  # of states, and a step
 
 
 class Model(Protocol):
-    """The frozen model that a part is trained for."""
+    """The frozen model for which a part is trained."""
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] float32 of states [T, H] after the final norm."""
+        """Returns logits [T, V] float32 of states [T, H] after the final norm."""
 
     def passes(self, first: int, num_tokens: int) -> Run:
         """Returns a function that runs the layers from `first` on and the final norm over a row of this length,
@@ -30,18 +30,19 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One token of each draft of a row; the tokens of one draft have the same index in all guesses. The first of the
-    `logits` [N, V] float32 guesses the token that the model emits after the place `start` in the row."""
+    """The prediction of one token of each draft in a row; the tokens of one draft have the same index in all guesses.
+    The first of the `logits` [N, V] float32 predicts the token that the model emits after the place `start` in the
+    row."""
 
     logits: torch.Tensor
     start: int
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The elements [N, ...] of a row's [T, ...] (such as the model's logits) that these logits predict."""
+        """Returns the elements [N, ...] of a row's [T, ...] (such as the model's logits) that these logits predict."""
         return full[self.start : self.start + len(self.logits)]
 
 
-# Makes up to K guesses from states[n], [T, H] after n layers; the last states are normed.
+# Returns up to K guesses from states[n], [T, H] after n layers; the last states are normed.
 Guesser = Callable[[States, int], Iterator[Guess]]
 
 
@@ -70,7 +71,7 @@ def jump_guesser(model: Model, head: JumpHead) -> Guesser:
         run = model.passes(config.late_layer, num_tokens)
         run(states[config.late_layer])
         for step in range(1, min(num_draft, num_tokens - 1) + 1):
-            last = F.pad(last[:-1], (0, 0, 1, 0))  # of the token before
+            last = F.pad(last[:-1], (0, 0, 1, 0))  # of the previous token
             last = run(head.states(early, last), step)
             yield Guess(model.logits(last[step:]), step)
 
@@ -104,8 +105,8 @@ GUESSERS: dict[type, Callable[[Any, Any], Guesser]] = {
 
 
 def walk(accept_probs: torch.Tensor) -> tuple[float, float]:
-    """Expected numbers of tokens and steps of an engine that begins each step after the tokens of the last one.
-    `accept_probs` are [K, N], for each draft token given that the earlier ones are accepted.
+    """Returns the expected numbers of tokens and steps of an engine in which each step begins after the tokens of the
+    previous step. `accept_probs` are [K, N], for each draft token given that the earlier ones are accepted.
 
     >>> walk(torch.tensor([[1.0, 0.0, 1.0, 0.0]]))  # two tokens, two tokens
     (4.0, 2.0)
@@ -113,7 +114,7 @@ def walk(accept_probs: torch.Tensor) -> tuple[float, float]:
     survival = accept_probs.double().cumprod(0)
     accepted = torch.cat((torch.ones_like(survival[:1]), survival))
     ends = (accepted - torch.cat((survival, torch.zeros_like(survival[:1])))).T.tolist()  # [N, K + 1] accepted tokens
-    begun = [1.0] + [0.0] * (len(ends) + len(survival))  # probability that a step begins there
+    begun = [1.0] + [0.0] * (len(ends) + len(survival))  # probability that a step begins at this place
     for place, probs in enumerate(ends):
         for count, prob in enumerate(probs):
             begun[place + 1 + count] += begun[place] * prob

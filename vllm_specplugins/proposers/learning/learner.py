@@ -1,5 +1,6 @@
-"""Connects the engine with the trainer of one part: passes readings to it, installs new weights, and saves the serving
-ones. The engine's thread calls `step`, which never waits, and `close`. A failure ends learning, and drafting continues.
+"""Connects the engine with the trainer of one part: passes readings to the trainer, installs new weights, and saves the
+served weights. The engine's thread calls `step`, which never waits, and `close`. A failure ends learning, and drafting
+continues.
 """
 
 import logging
@@ -24,10 +25,10 @@ from vllm_specplugins.target import Reading
 
 logger = logging.getLogger("vllm.specplugins")
 
-MAX_DRAFT = 4  # draft tokens that are trained and tested, of K
-NICENESS = 5  # of the thread, where the system knows it
-GRACE_S = 3.0  # for the last save: vLLM gives a worker 5 s
-RECENT = 0.001  # weight of a request's step in the measured acceptance length
+MAX_DRAFT = 4  # most draft tokens of K that are trained and tested
+NICENESS = 5  # niceness of the thread, if the system supports it
+GRACE_S = 3.0  # time for the last save; vLLM gives a worker 5 s
+RECENT = 0.001  # weight of one request's step in the measured acceptance length
 
 
 class Learner:
@@ -60,7 +61,7 @@ class Learner:
         with torch.inference_mode(False):
             self.trainer = Trainer(loaded, part, end, self._windows, num_draft, self.pace, self._promote)
         self._read: Callable[[], Iterable[Reading]] = tuple
-        # Promoted weights, and those before, which the device may still read.
+        # The promoted weights and the previous weights, which the device may still read.
         self._promoted, self._before = list[torch.Tensor](), list[torch.Tensor]()
         self._is_new, self._is_saved, self._saved_at, self._complained = False, True, monotonic(), False
         self.is_on = False
@@ -68,7 +69,7 @@ class Learner:
         self._measured = 0.0
 
     def _resume(self, folder: Path) -> None:
-        """Serves the weights that an earlier engine saved, if they have the shapes of the part."""
+        """Loads the weights that an earlier engine saved, if their shapes are those of the part."""
         if (folder / self._part.file).is_file():
             try:
                 self._part.load_state_dict(self._part.like_this(folder).state_dict())
@@ -78,19 +79,19 @@ class Learner:
                 )
 
     def begin(self, read: Callable[[], Iterable[Reading]]) -> None:
-        """Starts to learn from the readings that `read` returns: those since its last call. The learner's thread calls
-        `read`."""
+        """Starts to learn from the readings that `read` returns, which are those since its last call. The learner's
+        thread calls `read`."""
         self._read, self.is_on = read, True
 
     def rehearse(self) -> None:
-        """Allocates the memory of a training step while the engine measures its memory."""
+        """Allocates the memory of a training step while the engine measures memory."""
         if self.is_on:
             with torch.inference_mode(False), torch.enable_grad():
                 self.trainer.rehearse()
 
     def step(self) -> None:
-        """Puts promoted weights into the serving part, between two steps. The first call starts the thread: by then
-        all graphs are recorded."""
+        """Copies promoted weights to the serving part, between two steps. The first call starts the thread, since all
+        graphs are recorded by then."""
         self.pace.stepped_at = monotonic()
         if self._is_new:
             self._is_new = False
@@ -115,11 +116,11 @@ class Learner:
         return {"examples": self._windows.num_tokens, **self.trainer.counts}
 
     def lengths(self) -> dict[str, float]:
-        """Acceptance lengths: the measured one, and those expected for the loaded and the serving weights."""
+        """Returns acceptance lengths: the measured one, and the expected ones of the loaded and the served weights."""
         return {"measured": self._measured, **self.trainer.lengths}
 
     def series(self) -> Iterator[Series]:
-        """Yields metrics: the name, labels beside the stage, and the value."""
+        """Yields metrics: the name, labels in addition to the stage, and the value."""
         yield "store_bytes", (), self.num_bytes
         for progress, count in self.counts().items():
             yield "learned", (progress,), count
@@ -162,7 +163,7 @@ class Learner:
                     self._measured += (count - self._measured) * RECENT if self._measured else count
 
     def _save(self) -> None:
-        """Saves new serving weights, all or none."""
+        """Saves new served weights as a whole or not at all."""
         self._saved_at = monotonic()
         if self._folder is None or self._is_saved:
             return

@@ -4,17 +4,17 @@ import time
 from collections.abc import Callable
 from threading import Event
 
-IDLE_AFTER_S = 0.25  # without a step the engine is idle
-MAX_REST_S = 0.05  # then it looks again whether the engine is idle
+IDLE_AFTER_S = 0.25  # time without a step after which the engine counts as idle
+MAX_REST_S = 0.05  # interval of the checks whether the engine is idle
 
 
 class Stopped(Exception):
-    """Learning ends here."""
+    """Raised to end learning."""
 
 
 class Pace:
-    """Rests so that work takes `busy_share` of the time while the engine takes steps, and `idle_share` while it takes
-    none. `wait` waits for some seconds and returns whether to stop; `meanwhile` is called before it."""
+    """Rests so that work takes `busy_share` of the time while the engine runs steps, and `idle_share` while it runs
+    none. `wait` waits for some seconds and returns whether to stop; `meanwhile` is called before each wait."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from vllm_specplugins.proposers.learning.distillation import Guess, Guesser, Sta
 Floats = npt.NDArray[np.float64]
 DEVIATIONS = 2.5  # standard errors between the mean difference and 0
 MIN_WINDOWS = 16  # of a comparison
-MIN_TENANT_WINDOWS = 8  # tenants with fewer are compared together
+MIN_TENANT_WINDOWS = 8  # tenants with fewer windows are compared together
 
 
 def acceptance_length(
@@ -27,9 +27,9 @@ def acceptance_length(
     guesser: Guesser,
     num_draft: int,
 ) -> float:
-    """Expected tokens per step in a window, including the target's token: an engine's acceptance length. A draft token
-    is accepted if it is the emitted one (temperature 0), or with the probability min(1, q / p) of the emitted one
-    (Leviathan et al. 2023). This ignores the request's filters, such as top-p."""
+    """Returns the expected tokens per step in a window, including the target's token: an engine's acceptance length. A
+    draft token is accepted if it is the emitted one (temperature 0), or with the probability min(1, q / p) of the
+    emitted one (Leviathan et al. 2023). This ignores the request's filters, such as top-p."""
     guesses = list(guesser(states, num_draft))
     num_drafts = len(guesses[-1].logits)
     accept_probs = torch.stack([_accept_probs(guess, full, next_ids, temperature)[:num_drafts] for guess in guesses])
@@ -50,7 +50,7 @@ def _accept_probs(guess: Guess, full: torch.Tensor, next_ids: torch.Tensor, temp
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences of the acceptance lengths of two parts, by window, and the windows' tenants, [N] each.
+    """The differences between the acceptance lengths of two parts, by window, and the tenants of the windows, [N] each.
 
     >>> better = Comparison(np.array([0.2, 0.3] * 10), np.zeros(20, int))
     >>> better.is_better, better.is_worse
@@ -62,13 +62,13 @@ class Comparison:
 
     @property
     def is_better(self) -> bool:
-        """Whether the mean is significantly above 0, and no tenant's mean is below 0."""
+        """Returns whether the mean is significantly above 0, and no tenant's mean is below 0."""
         low, _ = _bounds(self.differences)
         return low > 0 and all(group.mean() >= 0 for group in self._groups())
 
     @property
     def is_worse(self) -> bool:
-        """Whether the mean or some tenant's mean is significantly below 0, or a difference is not finite."""
+        """Returns whether the mean or a tenant's mean is significantly below 0, or a difference is not finite."""
         return not np.isfinite(self.differences).all() or any(
             _bounds(group)[1] < 0 for group in (self.differences, *self._groups())
         )

@@ -1,5 +1,5 @@
-"""The frozen end of the served model: the embeddings, the final norm and the head, in operations with gradients, which
-the engine's may lack. T: tokens, H: hidden size, V: vocabulary."""
+"""The frozen end of the served model: the embeddings, the final norm and the head. Its operations have gradients, which
+the engine's operations may lack. T: tokens, H: hidden size, V: vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ class ServedEnd:
         return run
 
     def states_of(self, window: Window) -> States:
-        """The embeddings of a window's tokens, the states after each layer, and those after the final norm. The states
-        of an exit's layer, or the last ones, stand in for those of the layers between."""
+        """Returns the embeddings of a window's tokens, the states after each layer, and the states after the final
+        norm. The states of an exit's layer, or the last states, replace the states of the layers in between."""
         *exits, last = window.states.split(len(self.norm_weight), -1)
         with torch.no_grad():
             return [self.embed(window.token_ids), *(exits or [last]) * (self.num_layers - 1), last]

@@ -1,5 +1,5 @@
-"""Trains a copy of a serving part on windows of the traffic (distillation.py), tests it, and chooses the weights that
-serve. The candidate is the running mean of the trained weights."""
+"""Trains a copy of a served part on windows of the traffic (distillation.py), tests it, and chooses the served weights.
+The candidate is the running mean of the trained weights."""
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -15,10 +15,10 @@ from vllm_specplugins.proposers.learning.promotion import MIN_WINDOWS, Compariso
 from vllm_specplugins.proposers.learning.served import ServedEnd
 from vllm_specplugins.proposers.learning.windows import Window, Windows
 
-STEP_WINDOWS = 8  # of an optimizer step
-ROUND_STEPS = 24  # from test to test
-TESTED_WINDOWS = 64  # of a test, at most
-PASSES = 32  # over all windows; then the trainer waits for more
+STEP_WINDOWS = 8  # windows of an optimizer step
+ROUND_STEPS = 24  # optimizer steps between tests
+TESTED_WINDOWS = 64  # most windows of a test
+PASSES = 32  # most passes over all windows; then the trainer waits for new windows
 Part = Any  # a TrainedPart
 LEARNING_RATE, MEAN_DECAY = 1e-3, 0.95
 
@@ -38,7 +38,7 @@ class Trainer:
         promote: Callable[[Part], None],
     ):
         self.counts = {"steps": 0, "candidates": 0, "promotions": 0, "rollbacks": 0}
-        self.lengths: dict[str, float] = {}  # expected in the last test, of loaded and serving weights
+        self.lengths: dict[str, float] = {}  # expected lengths in the last test, of loaded and served weights
         self._model, self._windows, self._num_draft = model, windows, num_draft
         self._pace, self._promote = pace, promote
         self._loaded, self.serving, self.candidate = loaded, copied(serving), copied(serving)
@@ -47,7 +47,7 @@ class Trainer:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of six copies of the part, its gradients and the optimizer's two moments."""
+        """Returns the memory of six copies of the part, its gradients and the optimizer's two moments."""
         num_weights: int = sum(tensor.numel() for tensor in self.candidate.parameters())
         return 9 * 4 * num_weights
 
@@ -78,7 +78,7 @@ class Trainer:
         self.counts["steps"] += 1
 
     def rehearse(self) -> None:
-        """Allocates the memory of a step, and discards the step."""
+        """Runs one step to allocate its memory, and discards the result."""
         windows = [self._windows.blank()] * STEP_WINDOWS
         self._optimize(windows, map(self._model.states_of, windows))
         self.restart()
@@ -94,8 +94,8 @@ class Trainer:
             torch._foreach_lerp_(list(self.candidate.parameters()), new, 1 - MEAN_DECAY)
 
     def test(self) -> None:
-        """Compares the loaded part, the serving part and the candidate, then promotes, rolls back or drops the
-        candidate."""
+        """Compares the loaded part, the served part and the candidate, and then promotes the candidate, drops it, or
+        rolls back."""
         parts = {"loaded": self._loaded, "serving": self.serving, "candidate": self.candidate}
         with torch.no_grad():
             lengths, tenants = self._lengths(parts)
@@ -136,7 +136,7 @@ class Trainer:
 
 
 def copied(part: Part) -> Part:
-    """A copy in float32; tensors that are not parameters are shared."""
+    """Returns a copy in float32; tensors that are not parameters are shared."""
     shared = {id(tensor): tensor for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)}
     return deepcopy(part, shared).float()
 

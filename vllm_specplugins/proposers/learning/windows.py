@@ -1,5 +1,5 @@
-"""Windows of tokens that the target read and emitted, in bounded memory: some to train on, others to test on. Only the
-learner's thread uses them. R: requests, K: draft tokens, T: tokens of a window, H: hidden size."""
+"""Collects windows of tokens that the target read and emitted, in bounded memory: some for training, others for tests.
+Only the learner's thread uses them. R: requests, K: draft tokens, T: tokens of a window, H: hidden size."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ import torch
 
 from vllm_specplugins.target import Reading
 
-LENGTH = 64  # tokens of a window at most
-HELD_OUT = 4  # requests, of which the windows of one are tested on, and those of the others trained on
-MAX_STATE = 2.0**15  # number in a state; half precision holds it, and squares of it add up
-MAX_WINDOWS = 2048  # older text is less like the next
+LENGTH = 64  # most tokens of a window
+HELD_OUT = 4  # of this number of requests, one request's windows are for tests, and the others for training
+MAX_STATE = 2.0**15  # largest number in a state: float16 can represent it, and float32 the sum of its squares
+MAX_WINDOWS = 2048  # older text resembles new text less
 
 
 class ExitStates:
@@ -39,12 +39,13 @@ class ExitStates:
 
     def after(
         self,
-        rows: torch.Tensor,  # [R] int64 of each request in the last batch; -1: it was not there
+        rows: torch.Tensor,  # [R] int64, each request's row in the last batch; -1: it was not in the batch
         token_ids: torch.Tensor,  # [R, K] that the target read
         firsts: torch.Tensor,  # [R] position of the first of them
         places: torch.Tensor,  # [R, T] int64 indices of these tokens
     ) -> torch.Tensor:
-        """States [R, T, H] of the exit's layer; NaN if the exit did not read the same tokens at the same place."""
+        """Returns the states [R, T, H] of the exit's layer; NaN if the exit did not read the same tokens at the same
+        place."""
         num_rows, length = token_ids.shape
         is_known = (self.token_ids[rows] == token_ids) & ((rows >= 0) & (self.firsts[rows] == firsts))[:, None]
         states = torch.where(is_known.cumprod(1)[:, :, None] > 0, self.states[rows], torch.nan)
@@ -67,7 +68,7 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A request's window: the row of its states, the tokens that were read, and the token after them."""
+    """A request's window: the row of its states, the tokens that the target read, and the token after them."""
 
     row: int
     tenant: int
@@ -78,8 +79,8 @@ class _Slot:
 
 class Windows:
     """Fills windows from readings. A new window replaces the oldest window of the tenant with the largest number of
-    windows, so a tenant that floods the engine gets at most its share. A request with the option `learn` false leaves
-    nothing. States take about `max_bytes`; windows with fewer than `min_length` tokens are dropped."""
+    windows, so a tenant that floods the engine gets at most its share. A request with the option `learn` false fills no
+    window. States take about `max_bytes`; windows with fewer than `min_length` tokens are dropped."""
 
     def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype, min_length: int):
         num_rows = min(MAX_WINDOWS, max(8, max_bytes // (LENGTH * hidden_size * dtype.itemsize)))
@@ -132,7 +133,7 @@ class Windows:
         return Window(states, token_ids[:-1], token_ids[1:], slot.temperature, slot.tenant)
 
     def _slot_for(self, reading: Reading, owner: int, position: int, token_id: int) -> _Slot | None:
-        """Returns None for a token that is dropped."""
+        """Returns the slot for a token, or None if the token is dropped."""
         options, request_id = reading.options[owner], reading.request_ids[owner]
         if options.get("learn", True) is not True:
             return None
@@ -146,7 +147,7 @@ class Windows:
         return slot
 
     def _take_row(self, is_held_out: bool, tenant: int) -> int | None:
-        """Returns None while all windows are open."""
+        """Returns a free row, or None while all windows are open."""
         finished = self._finished[is_held_out]
         if self._free[is_held_out]:
             return self._free[is_held_out].pop()

@@ -1,1 +1,1 @@
-"""A model behind another server drafts."""
+"""Drafts with a model on another server."""

@@ -1,6 +1,6 @@
-"""Two forms of questions and answers: token ids, if the drafter has the target's tokenizer, and text. Text is stored as
-bytes, since a token may end within a character. A draft tokenizes it with the target's tokenizer from the end of the
-history on, where both tokenizers agree. A history in other tokens still agrees as text.
+"""Defines two forms of requests and answers: token ids, if the drafter has the target's tokenizer, and text. Text is
+stored as bytes, since a token may end within a character. A draft is the target's tokenization of the text after the
+history, where both tokenizers agree. Histories with different tokens may still agree as text.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ TOKEN_BYTES, MAX_TOKEN_BYTES = 4, 64  # of text, on average and at most
 
 
 class Refused(ValueError):
-    """The server does not answer this question as asked; it may answer those of other requests."""
+    """The server refuses this request; it may answer others."""
 
 
 def newest(tokens: Guess, limit: int) -> Guess:
-    """Between `limit` / 2 and `limit` of the newest tokens: a beginning that stays for many steps suits prefix
-    caches."""
+    """Returns between `limit` / 2 and `limit` of the newest tokens. The beginning stays the same for many steps, for
+    prefix caches."""
     half = max(1, limit // 2)
     return tokens[max(0, len(tokens) // half - 1) * half :]
 
@@ -36,7 +36,7 @@ class TokenIds:
         return tuple(token_ids.tolist())
 
     def unfinished(self, token_ids: Int32Array) -> Guess:
-        """The end of the history that does not fit into a question; an answer must begin with it."""
+        """Returns the end of the history that the prompt omits; an answer must begin with it."""
         return ()
 
     def prompt(self, guess: Guess, limit: int) -> list[int] | str:
@@ -47,7 +47,7 @@ class TokenIds:
         """Reads a piece of an answer. Raises Refused if it has too many tokens, or unknown ones."""
         tokens = choice["token_ids"]
         if len(tokens) > limit or not all(type(id_) is int and 0 <= id_ < self._vocab_size for id_ in tokens):
-            raise Refused("more tokens than asked for, or outside of the vocabulary")
+            raise Refused("the answer has more tokens than requested, or ids outside of the vocabulary")
         return tuple(tokens)
 
     def num_tokens(self, guess: Guess) -> int:
@@ -76,12 +76,12 @@ class Text:
         return b"" if text[begin:].decode(errors="ignore") else text[begin:]
 
     def prompt(self, guess: Guess, limit: int) -> list[int] | str:
-        return str(newest(guess, limit), errors="ignore")  # a token has a byte or more
+        return str(newest(guess, limit), errors="ignore")  # a token has at least one byte
 
     def read(self, choice: Mapping[str, Any], limit: int) -> Guess:
         text: bytes = choice["text"].encode()
         if len(text) > MAX_TOKEN_BYTES * limit:
-            raise Refused("more text than asked for")
+            raise Refused("the answer has more text than requested")
         return text
 
     def num_tokens(self, guess: Guess) -> int:
@@ -90,7 +90,7 @@ class Text:
     def draft(self, guess: Guess, limit: int) -> list[int]:
         text = guess[: 2 * TOKEN_BYTES * (limit + 1)]
         tokens = self._codec.tokenize_bytes(text)
-        return tokens[: min(limit, len(tokens) - (len(text) < len(guess)))]  # the last one may go on
+        return tokens[: min(limit, len(tokens) - (len(text) < len(guess)))]  # the last token may be incomplete
 
 
 Form = TokenIds | Text

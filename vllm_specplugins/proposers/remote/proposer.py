@@ -1,6 +1,6 @@
-"""Remote: a model behind another server drafts ahead of verification, and no step waits for it. Each request has one
-question under way, which continues the history and the guess of earlier answers. A late answer is compared with the
-tokens emitted since, and the rest becomes the draft."""
+"""Remote: a model behind another server drafts ahead of verification, and no step waits for it. Each request of the
+engine has at most one open request to the server, which continues the history and the guess of earlier answers. A late
+answer is compared with the tokens emitted since, and its rest becomes the draft."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,14 @@ from vllm_specplugins.proposers.remote.server import Server
 from vllm_specplugins.stage import Series, StageProposer
 
 MAX_AHEAD = 256  # tokens
-MAX_ASKED = 64  # new questions in one step, of which each takes a quarter of a millisecond
-DECAY = 0.95  # of how far ahead to ask, at each answer
+MAX_ASKED = 64  # most new questions in one step; each takes 0.25 ms
+DECAY = 0.95  # decay of the distance to ask ahead, at each answer
 
 
 @dataclass(slots=True)
 class _Request:
-    """The guess of a request: its part `ahead` of the history, or the part of the history that it is `behind`."""
+    """The guess of a request: its part `ahead` of the history, or the part of the history that it still lacks
+    (`behind`)."""
 
     length: int  # of the history
     ahead: Guess
@@ -31,10 +32,10 @@ class _Request:
     pieces: deque[Guess] = field(default_factory=deque)  # of the answer under way
     asked_at: int = -1  # length of the history at the last question
     answer: "Future[None] | None" = None
-    is_refused: bool = False  # the server does not take its questions
+    is_refused: bool = False  # the server refuses its questions
 
     def agrees(self) -> bool:
-        """Whether history and guess agree over their common length, which is then dropped."""
+        """Returns whether history and guess agree over their common length, and then drops that part."""
         num_both = min(len(self.ahead), len(self.behind))
         both = self.ahead[:num_both], self.behind[:num_both]
         self.ahead, self.behind = self.ahead[num_both:], self.behind[num_both:]
@@ -95,11 +96,11 @@ class Remote(StageProposer):
         return [] if request.behind or not limit else self._form.draft(request.ahead, limit)
 
     def _update(self, request: _Request, text: Int32Array) -> bool:
-        """Adds new tokens of the history and new pieces of the answer; False where they differ."""
+        """Adds new tokens of the history and new pieces of the answer. Returns False if they differ."""
         if len(text) < request.length:
             return False
         is_done = request.answer is not None and request.answer.done()
-        if request.ahead or request.answer is not None:  # else there is nothing to compare with
+        if request.ahead or request.answer is not None:  # otherwise there is no guess to compare
             request.behind = request.behind + self._form.guess_of(text[request.length :])
         request.length = len(text)
         while request.pieces:
@@ -144,4 +145,4 @@ def _form(config: RemoteConfig, context: ProposerContext) -> Form:
     try:
         return Text(context.codec())
     except ValueError as error:
-        raise ConfigError(f'remote: tokenizer "other" needs a fast one of the target: {error}.') from None
+        raise ConfigError(f'remote: tokenizer "other" requires a fast tokenizer of the target: {error}.') from None

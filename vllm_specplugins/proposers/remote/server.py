@@ -21,12 +21,12 @@ from vllm_specplugins.structures.pause import Pause
 logger = logging.getLogger("vllm.specplugins")
 
 TIMEOUT_S = 10.0  # for an answer
-MAX_CONNECTIONS = 256  # other questions wait, since the engine needs open files, too
-MAX_MODEL_LEN = 1 << 20  # of a drafter that names none
-TOKEN_LINES, MORE_LINES, LIST_LINES = 16, 64, 10_000  # bounds of a stream, and of the list of models
+MAX_CONNECTIONS = 256  # further questions wait, since the engine also needs open files
+MAX_MODEL_LEN = 1 << 20  # assumed for a drafter that reports none
+TOKEN_LINES, MORE_LINES, LIST_LINES = 16, 64, 10_000  # limits of a stream, and of the list of models
 MAX_BYTES = 1 << 20  # of each
 LONGEST_PAUSE_S = 60.0  # after failed questions
-FOR_ALL = (401, 403, 404, 408, 409, 425, 429)  # statuses 4xx that any question may get
+FOR_ALL = (401, 403, 404, 408, 409, 425, 429)  # 4xx statuses that concern every question
 
 
 class Server:
@@ -39,7 +39,7 @@ class Server:
         key = os.environ.get(config.api_key_env) if config.api_key_env else None
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._pause, self._not_before, self._has_refused = Pause(LONGEST_PAUSE_S), 0.0, False
-        self._max_model_len, self._asks_length = 0, asyncio.Lock()  # of the drafter; 0: not known yet
+        self._max_model_len, self._asks_length = 0, asyncio.Lock()  # limit of the drafter; 0: unknown
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="specplugins-remote", daemon=True)
         self._thread.start()
@@ -48,9 +48,9 @@ class Server:
     def ask(
         self, text: Int32Array, guess: Guess, num_tokens: int, pieces: deque[Guess], fields: Mapping[str, Any]
     ) -> "Future[None] | None":
-        """Asks for the likeliest tokens after these, at most num_tokens; their pieces arrive in `pieces`. `fields` are
-        further ones of the question. Returns None during a pause. The future raises Refused if the server refuses this
-        question."""
+        """Asks for at most num_tokens of the likeliest tokens after these; the answer's pieces arrive in `pieces`.
+        `fields` are additional fields of the question. Returns None during a pause. The future raises Refused if the
+        server refuses this question."""
         if time.monotonic() < self._not_before:
             return None
         return asyncio.run_coroutine_threadsafe(self._answer(text, guess, num_tokens, pieces, fields), self._loop)
@@ -91,7 +91,7 @@ class Server:
                 )
             self._has_refused = True
             raise
-        except Exception as error:  # of the network, or anything that the server's answer causes
+        except Exception as error:  # errors of the network, or any error that the server's answer causes
             self._fail(error)
             raise
         if self._pause.succeeded():
@@ -107,14 +107,14 @@ class Server:
                 if name != b"data" or data.strip() == b"[DONE]":
                     continue
                 num_events += 1
-                for choice in json.loads(data)["choices"][:1]:  # the last event may have counts and no choice
+                for choice in json.loads(data)["choices"][:1]:  # the last event may contain counts and no choice
                     pieces.append(self._form.read(choice, num_tokens))
                     num_tokens -= self._form.num_tokens(pieces[-1])
         if num_events == 0:
-            raise ValueError("no stream of text")
+            raise ValueError("the answer is no stream of text")
 
     async def _ask_max_model_len(self) -> int:
-        """Reads the drafter's max_model_len in the list of models, where vLLM and others give it."""
+        """Reads the drafter's max_model_len from the list of models, in which vLLM and other servers report it."""
         try:
             async with self._session.get(self._base + "/models", allow_redirects=False) as response:
                 models = json.loads(b"".join([line async for line in _lines(response, LIST_LINES)]))
@@ -129,7 +129,7 @@ class Server:
         if self._pause.failed():
             words = f"{type(error).__name__}: {error}" if type(error) is ValueError else type(error).__name__
             logger.warning(
-                "remote: no drafts, because %s does not answer (%s). Requests continue; it is asked again later.",
+                "remote drafts nothing, because %s does not answer (%s). Requests continue; the engine tries again.",
                 self._url,
                 words,
             )
@@ -137,17 +137,18 @@ class Server:
 
 
 def _is_refused(status: int) -> bool:
-    """Whether the server refuses this question. Raises ValueError if it would refuse every question."""
+    """Returns whether the server refuses this question. Raises ValueError if it would refuse every question."""
     if status != 200 and (status in FOR_ALL or not 400 <= status < 500):
         raise ValueError(f"status {status}")
     return status != 200
 
 
 async def _lines(response: aiohttp.ClientResponse, max_lines: int) -> AsyncIterator[bytes]:
-    """The lines of an answer. Raises ValueError if they are too many. aiohttp raises it for a line above 128 KiB."""
+    """Yields the lines of an answer. Raises ValueError for too many lines; aiohttp raises it for a line above 128
+    KiB."""
     num_bytes = 0
     async for line in response.content:
         num_bytes += len(line)
         if (max_lines := max_lines - 1) < 0 or num_bytes > MAX_BYTES:
-            raise ValueError("more text than asked for")
+            raise ValueError("the answer has more text than requested")
         yield line

@@ -1,7 +1,7 @@
-"""The store's drafts for all requests of a step, in one compiled call. A search looks for the places in the ring where
-the longest match of the newest tokens ends: the latest MAX_PLACES places of the longest n-gram in LEVELS. The places
-vote for the next token. The draft takes the token with the largest number of votes (of equal ones, the latest place's),
-and continues with the places that have it. B: requests of a step, K: max_num_draft."""
+"""Drafts from the store for all requests of a step, in one compiled call. A search looks for the places in the ring
+where the longest match of the newest tokens ends: the latest MAX_PLACES places of the longest n-gram in LEVELS. The
+places vote for the next token. The draft takes the token with the largest number of votes (of equal ones, the latest
+place's), and continues with the places that have it. B: requests of a step, K: max_num_draft."""
 
 from typing import Any, NamedTuple
 
@@ -25,16 +25,16 @@ from vllm_specplugins.structures.suffix.ring import (
 
 LONGEST_MATCH = 32
 MAX_PLACES = 16
-MIN_USED = 4  # tokens of a match that shows that a text is of use
+MIN_USED = 4  # shortest match that counts as use of a text
 
 
 class Asked(NamedTuple):
     texts: Int64Array  # [B] their addresses: see arrays.places_of
     lengths: Int64Array  # [B]
-    prefix: Int32Array  # [B, K] tokens of a draft that was begun
-    num_begun: Int64Array  # [B] number of these tokens, or empty: none
+    prefix: Int32Array  # [B, K] tokens of a draft to continue
+    num_begun: Int64Array  # [B] number of these tokens; empty: nothing to continue
     limits: Int64Array  # [B]
-    to_beat: Int64Array  # [B] a draft needs a longer match than that
+    to_beat: Int64Array  # [B] a draft needs a match longer than this
     owners: Int64Array  # [B] of the texts, in the ring; 0: none
 
 
@@ -44,8 +44,8 @@ asked_type = types.Tuple((_ints, _ints, _prefix, *[_ints] * 4))
 
 @inlined
 def find_places(ending: Int32Array, owner: int, places: Int64Array, entries: Int64Array, ring: Ring) -> tuple[int, int]:
-    """Writes the places in the owner's texts with the longest match of `ending`; returns their number and the length of
-    the match."""
+    """Writes the places in the owner's texts with the longest match of `ending`, and returns their number and the match
+    length."""
     last, level = ending.size - 1, look_up(ending, ending.size - 1, owner, entries, ring) - 1
     while level > 0 and entries[2, level] == NONE:
         level -= 1
@@ -69,8 +69,8 @@ def find_places(ending: Int32Array, owner: int, places: Int64Array, entries: Int
 
 @inlined
 def _vote(places: Int64Array, num_places: int, ring: Ring) -> tuple[int, int]:
-    """Moves the places on by one token, and leaves those with the token that has the largest number of votes, the
-    latest first. Returns their number and the token."""
+    """Advances the places by one token, and keeps those whose token has the largest number of votes, the latest first.
+    Returns their number and the token."""
     num_next, best_votes, best = 0, 0, NONE
     for i in range(num_places):
         place = places[i] + 1
@@ -95,8 +95,8 @@ def _vote(places: Int64Array, num_places: int, ring: Ring) -> tuple[int, int]:
 
 @compiled(types.void(asked_type, types.int32[:, ::1], _ints, _ints, ring_type), nogil=True)
 def draft_step(asked: Any, token_ids: Int32Array, num_draft: Int64Array, match_lengths: Int64Array, ring: Any) -> None:
-    """Takes the fields of Asked and Ring as tuples, and writes drafts [B, K], their lengths [B] and those of their
-    matches, [B]; all must hold zeros."""
+    """Drafts one step: takes the fields of Asked and Ring as tuples, and writes drafts [B, K], their lengths [B] and
+    the lengths of their matches [B], which must all contain zeros."""
     texts, lengths, prefix, num_begun, limits, to_beat, owners = asked
     token_ids, num_draft, match_lengths = borrowed(token_ids), borrowed(num_draft), borrowed(match_lengths)
     ring = borrowed_ring(ring)

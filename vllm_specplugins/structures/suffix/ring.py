@@ -1,8 +1,8 @@
-"""The compiled part of the store: a ring with the tokens of many owners' texts, and the latest places of their n-grams.
-Places are numbered over the ring's whole history: place p is stored at p % N, until place p + N overwrites it. For each
-n in LEVELS a table maps the n tokens up to a place to the latest such place, and `links` maps that place to the
-previous one. Entries are never removed: a look-up compares the tokens and the owner at the place. The last place of a
-text is not linked. N: places, L: levels, S: slots of a level's table."""
+"""Contains the compiled code of the store: a ring with the tokens of many owners' texts, and the latest places of their
+n-grams. Places are numbered over the ring's whole history: place p is stored at p % N, until place p + N overwrites it.
+For each n in LEVELS a table maps the n tokens up to a place to the latest such place, and `links` maps that place to
+the previous one. Entries are never removed, so a look-up compares the tokens and the owner at the place. The last place
+of a text has no link. N: places, L: levels, S: slots of a level's table."""
 
 import secrets
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ Int64Array = npt.NDArray[np.int64]
 
 LEVELS = (1, 2, 4, 8)
 NUM_LEVELS = len(LEVELS)
-WAYS = 8  # slots of an n-gram's set, which is a cache line
+WAYS = 8  # slots in the set of an n-gram, which fills a cache line
 SETS_PER_WAYS = 4, 19  # 4 sets for 19 places: a table has 1.7 slots a place
 TAG_BITS = 24  # a slot is `place:40 | tag:24`; 0 is free
 TAG = (1 << TAG_BITS) - 1
@@ -36,7 +36,7 @@ class Ring(NamedTuple):
     state: Int64Array  # [2]
 
 
-text_type = types.Array(types.int32, 1, "C", readonly=True)  # takes writable arrays, too
+text_type = types.Array(types.int32, 1, "C", readonly=True)  # also accepts writable arrays
 # Compiled functions take plain tuples: numba needs 1 us to inspect a named one.
 ring_type = types.Tuple(
     (*[types.int32[::1]] * 2, types.int32[:, ::1], types.int64[:, ::1], types.uint8[::1], types.int64[::1])
@@ -44,7 +44,7 @@ ring_type = types.Tuple(
 
 
 def new_ring(max_bytes: int) -> Ring:
-    """Makes an empty ring, and touches all of its memory, so no request waits for pages."""
+    """Returns an empty ring, and writes to all of its memory, so no request waits for new pages."""
     num_sets = int(max_bytes / BYTES_PER_TOKEN) * SETS_PER_WAYS[0] // SETS_PER_WAYS[1] // WAYS * WAYS
     num_places = num_sets * SETS_PER_WAYS[1] // SETS_PER_WAYS[0]
     ring = Ring(
@@ -62,7 +62,7 @@ def new_ring(max_bytes: int) -> Ring:
 def clear(ring: Ring) -> None:
     for array in ring:
         array.fill(0)
-    ring.state[MULTIPLIER] = secrets.randbits(63) | 1  # secret: no client can write texts with colliding hashes
+    ring.state[MULTIPLIER] = secrets.randbits(63) | 1  # secret, so no client can choose texts with colliding hashes
 
 
 @inlined

@@ -1,5 +1,5 @@
-"""Texts that engines share through Redis or Valkey: one stream of texts for each tokenizer. While the server is away
-the engine drafts from the texts that it has, and added texts wait."""
+"""Shares texts between engines through Redis or Valkey, in one stream for each tokenizer. While the server is
+unreachable, the engine drafts from the texts that it has, and queues new texts."""
 
 import logging
 import os
@@ -16,28 +16,28 @@ from vllm_specplugins.structures.suffix.store_file import StoredText, drop_oldes
 logger = logging.getLogger("vllm.specplugins")
 
 TEXT, ORIGIN = b"text", b"origin"  # fields of an entry: a record as in a store's file, and the engine that published it
-PLACE_BYTES = 8  # of the server's memory for each token of the store, at most
-MAX_UNSENT = 10_000  # texts that wait for the server; beyond that the oldest are dropped
-MAX_WAITING = 1_000  # fetched texts that wait for the engine; then the thread fetches no more
-PARTS = 4  # the thread looks at the server's memory each time that it has published such a part of the limit
+PLACE_BYTES = 8  # largest memory on the server for each token of the store
+MAX_UNSENT = 10_000  # most texts that wait for the server; then the oldest are dropped
+MAX_WAITING = 1_000  # most fetched texts that wait for the engine; then the thread fetches no more
+PARTS = 4  # the thread checks the server's memory after each part of the limit that it publishes
 MAX_FETCHED = 32  # texts in one answer
-WAIT_S = 0.2  # between two looks for others' texts
-WAIT_SHARE = 20  # the wait is at least this times the time that a look at the stream's size takes
+WAIT_S = 0.2  # between two searches for texts of other engines
+WAIT_SHARE = 20  # the wait is at least this multiple of the time to read the stream's size
 TIMEOUT_S = 5.0
 LONGEST_PAUSE_S = 60.0  # between attempts to reach the server
-FILL_S = 30.0  # an engine's start waits no longer for texts
-EXCHANGE_S = 30.0  # the longest of fetching all texts
-EXTRA_BYTES = 1 << 20  # of an exchange, beside twice the texts that the server may hold
-MAX_LEAD_MS = 60_000  # of an entry's time before the server's clock
+FILL_S = 30.0  # longest time that an engine's start waits for texts
+EXCHANGE_S = 30.0  # longest time to fetch all texts
+EXTRA_BYTES = 1 << 20  # of an exchange, in addition to twice the texts that the server may hold
+MAX_LEAD_MS = 60_000  # largest lead of an entry's time over the server's clock
 GRACE_S = 2.0  # to publish the last texts at the end
 
 
 class TooMuch(Exception):
-    """A server sends more than all texts in an exchange, or takes too long for it."""
+    """A server sends more data in an exchange than all texts have, or takes too long."""
 
 
 class _Exchange:
-    """What a server may still send, and until when."""
+    """The number of bytes that a server may still send, and the time limit."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
@@ -54,7 +54,7 @@ class _Exchange:
 
 
 class _Socket:
-    """A connection's socket, which ends an exchange at its limits."""
+    """The socket of a connection, which ends an exchange at its limits."""
 
     def __init__(self, socket: Any, exchange: _Exchange):
         self._socket, self._exchange = socket, exchange
@@ -77,9 +77,9 @@ class SharedTexts:
 
     Args:
         url: redis://, rediss:// or unix://, with user and password if necessary; these are never logged.
-        mark: engines with the same mark share texts; see `fingerprint`.
+        mark: engines with the same mark share texts (see `fingerprint`).
         vocab_size: fetched texts with token ids outside [0, vocab_size) are ignored.
-        capacity: the store's room.
+        capacity: the store's capacity.
         keep_s: seconds for which the server holds a text.
 
     Raises:
@@ -149,7 +149,7 @@ class SharedTexts:
             self._server.close()
 
     def _attempt(self, longest_s: float = EXCHANGE_S) -> bool:
-        """Publishes and fetches. Returns False where that fails, and logs the first failure in a row."""
+        """Publishes and fetches texts. Returns False after a failure, and logs the first failure in a row."""
         self._exchange.begin(longest_s)
         try:
             self._clear()
@@ -161,7 +161,7 @@ class SharedTexts:
         except Exception as error:  # of the network, of the server, or of options in the address
             self.counts["failed"] += 1
             if self._pause.failed():
-                message = "suffix_lookup: no sharing of outputs, because %s cannot be reached (%s). It is tried again."
+                message = "suffix_lookup shares no outputs, because %s cannot be reached (%s). The engine tries again."
                 logger.warning(message, self._place, type(error).__name__)
             drop_oldest(self._unsent, PLACE_BYTES * self._capacity)
             return False
@@ -196,7 +196,7 @@ class SharedTexts:
         self._cut()
 
     def _cut(self) -> None:
-        """Drops the server's oldest texts if all take more memory than they may."""
+        """Drops the oldest texts of the server if the texts exceed their memory limit."""
         began, max_bytes = time.monotonic(), PLACE_BYTES * self._capacity
         num_bytes = self._server.memory_usage(self._key, samples=0) or 0
         self._look_s = time.monotonic() - began
@@ -204,14 +204,14 @@ class SharedTexts:
             self._server.xtrim(self._key, maxlen=int(0.9 * self._server.xlen(self._key) * max_bytes / num_bytes))
 
     def _now_ms(self) -> int:
-        """The server's time since 1970, by which it numbers entries."""
+        """Returns the server's time since 1970, by which it numbers entries."""
         return 1000 * int(self._server.time()[0])
 
     def _fetch(self) -> int:
-        """Fetches texts and returns how many came. A stream with an entry of the future is deleted: that entry would
+        """Fetches texts and returns their number. It deletes a stream that has an entry of the future: the entry would
         never expire, and the server may refuse to add entries after it."""
         latest = self._now_ms() + MAX_LEAD_MS
-        if _time_of(self._fetched_to) > latest:  # another server, or another clock, was there before
+        if _time_of(self._fetched_to) > latest:  # the server or its clock changed
             self._fetched_to = b"0"
         streams = self._server.xread({self._key: self._fetched_to}, MAX_FETCHED)
         entries = streams[0][1] if streams else ()
@@ -233,5 +233,5 @@ class SharedTexts:
 
 
 def _time_of(place: bytes) -> int:
-    """The milliseconds since 1970 in an entry's id."""
+    """Returns the milliseconds since 1970 in an entry's id."""
     return int(place.split(b"-")[0])

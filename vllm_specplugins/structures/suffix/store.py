@@ -1,4 +1,4 @@
-"""A bounded store of finished texts by tenant (suffix decoding, Oliaro et al. 2024), independent of batches and
+"""Stores finished texts by tenant in bounded memory (suffix decoding, Oliaro et al. 2024), independently of batches and
 engines."""
 
 from collections import deque
@@ -12,11 +12,11 @@ from vllm_specplugins.structures.suffix.ring import HEAD, NONE, Int32Array, clea
 from vllm_specplugins.structures.suffix.store_file import StoredText
 
 MIN_BYTES = 1 << 17
-WAITING_SHARE = 16  # one part in so many is for texts that wait to be entered
+WAITING_SHARE = 16  # 1 / share of the memory for texts that wait to enter
 TENANT_BYTES = 400  # memory of a tenant
-STRANGERS_SHARE = 16  # one part in so many is for tenants that have not asked again
-MAX_STAYING = 4  # tokens that are entered again for each new one
-MIN_PLACES = 16  # of a text, for its memory beside the tokens
+STRANGERS_SHARE = 16  # 1 / share of the room for tenants that have not asked again
+MAX_STAYING = 4  # most tokens that enter again for each new token
+MIN_PLACES = 16  # places that a text counts for at least, since it needs memory besides its tokens
 MAX_NUMBERS = (1 << 31) - 1
 UNLIMITED = 1 << 62
 
@@ -25,7 +25,7 @@ UNLIMITED = 1 << 62
 class _Tenant:
     number: int
     num_places: int = 0
-    is_back: bool = False  # it has asked again while it had a text
+    is_back: bool = False  # the tenant asked again while it had a text
 
 
 class _Text(NamedTuple):
@@ -36,12 +36,12 @@ class _Text(NamedTuple):
 
 
 class SuffixStore:
-    """First in, first out, with a second chance. Texts lie in a ring, and the oldest text makes room. It enters again,
-    as the newest, if a draft used it, or if it belongs to a tenant other than the entering one with less than half of
-    its share. Tenants that asked only once get a second chance only while they hold little together, or if the entering
-    tenant holds too much. The number of tokens that enter again is bounded. `work` does all of this in pieces of a
-    given size. A search never reads the texts of another tenant. `entered_again` gets each text that has a second
-    chance. Raises ValueError if `max_bytes` is too small.
+    """First in, first out, with a second chance. Texts are in a ring, and the oldest text makes room for a new one. A
+    removed text enters again, as the newest, if a draft used it, or if it belongs to another tenant that has less than
+    half of its share. Tenants that asked only once get a second chance only while they have little text together, or if
+    the entering tenant has too much. The number of tokens that enter again is bounded. `work` does this in pieces of a
+    given size. A search never reads texts of another tenant. `entered_again` gets each text that enters again. Raises
+    ValueError if `max_bytes` is too small.
 
     >>> store = SuffixStore(1 << 20)
     >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))
@@ -61,7 +61,7 @@ class SuffixStore:
         self._texts: deque[_Text] = deque()  # in the ring's order
         self._tenants: dict[bytes, _Tenant] = {}
         self._waiting: deque[StoredText] = deque()
-        self._linking: tuple[Int32Array, int] | None = None  # the newest text, and how many of its tokens are linked
+        self._linking: tuple[Int32Array, int] | None = None  # the newest text, and the number of its linked tokens
         self._numbers, self._last_number = set[int](), 0  # of tenants, in the ring
         self._num_back = self._places_of_strangers = self._may_stay = 0
         self._waiting_bytes = self.num_tokens = self.num_removed = self.num_refused = 0
@@ -96,7 +96,7 @@ class SuffixStore:
 
     # text: [num_tokens] int32, ids >= 0
     def enter(self, tenant: bytes, text: Int32Array, in_use: bool = False) -> bool:
-        """Queues a text, or the end of a long one, for the next `work`. Returns False if too many texts wait."""
+        """Queues a text, or the end of a long text, for the next `work`. Returns False if too many texts wait."""
         text = np.array(text[-(self.capacity // WAITING_SHARE) :], np.int32)
         num_bytes = text.nbytes + TENANT_BYTES
         if len(text) < 2 or self._waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -145,7 +145,7 @@ class SuffixStore:
             self._put(entering)
 
     def _stays(self, text: _Text, entering: bytes) -> bool:
-        """Returns whether a text has a second chance where the entering tenant needs room."""
+        """Returns whether a text has a second chance when the entering tenant needs room."""
         if self.ring.used[self._places(text)].any():
             return True
         if text.tenant == entering or self._has_too_much(text.tenant):
@@ -175,7 +175,7 @@ class SuffixStore:
         self._linking = text.tokens, 0
 
     def _count(self, text: _Text, sign: int) -> None:
-        """Adds a text to the counts (sign 1), or takes it out (-1)."""
+        """Adds a text to the counts (sign 1), or subtracts it (sign -1)."""
         entry = self._tenants.get(text.tenant)
         if entry is None:
             self._last_number = self._last_number % MAX_NUMBERS + 1

@@ -1,11 +1,12 @@
-"""The file of a suffix store, a ring of texts of token ids by tenant. The texts are not encrypted.
+"""Reads and writes the file of a suffix store: a ring of texts, which are token ids, by tenant. The texts are not
+encrypted.
 
     MAGIC, version, fingerprint of the tokenizer; each text: MARKER, number, whether its tenant is in use, tenant,
     tokens, digest
 
-A text takes the place after the newest one, or the first place where the file may not grow. Nothing else moves, so a
-killed process loses no text. Numbers ascend and give the order. A reader looks for markers, and skips texts that a
-digest does not fit: those that were overwritten in part, or are damaged.
+A text is written after the newest text, or at the beginning if the file may not grow. Nothing else moves, so a killed
+process loses no text. Numbers ascend and give the order. A reader searches for markers, and skips texts whose digest is
+wrong: damaged or partly overwritten texts.
 """
 
 import errno
@@ -29,9 +30,9 @@ Int32Array = npt.NDArray[np.int32]
 MAGIC, VERSION = b"specstor", 3
 HEADER = struct.Struct("<8sI16s")
 MARKER, PLACE = b"text", struct.Struct("<4sQ")  # no four bytes of token ids are all letters
-RECORD = struct.Struct("<BBI")  # whether the tenant is in use, length of the tenant's name, number of tokens
+RECORD = struct.Struct("<BBI")  # is the tenant in use, length of the tenant's name, number of tokens
 DIGEST_BYTES, TOKEN_BYTES = 8, 4
-# Tokenizers disagree about cases, spaces, digits, punctuation, code, accents, other scripts and emoji.
+# Tokenizers differ in upper case, spaces, digits, punctuation, code, accents, other scripts and emoji.
 PROBE = (
     "The quick brown fox jumps over 12345 lazy dogs, doesn't it?\n\n\tdef __init__(self, *args):\r\n        "
     "return {0x1f: 'äöüß', \"naïve\": None}  # Ελληνικά, русский, 日本語, 한국어, العربية, हिन्दी 🙂👩‍💻 <|endoftext|> https://example.org/a?b=c&d"
@@ -43,7 +44,7 @@ class StoreFileError(ValueError):
 
 
 class DamagedError(StoreFileError):
-    """The file may be replaced: it is a store, but damaged, or of another version or tokenizer."""
+    """The file is a store that may be replaced: it is damaged, or has another version or tokenizer."""
 
 
 class StoredText(NamedTuple):
@@ -100,8 +101,8 @@ def _digest(data: bytes, number: int = 0) -> bytes:
 
 
 class StoreFile:
-    """A store's file, which only one process at a time may open and write. Token ids are in [0, vocab_size), `mark` is
-    a `fingerprint`, and the file grows to max_bytes."""
+    """The file of a store, which only one process at a time may open and write. Token ids are in [0, vocab_size),
+    `mark` is a `fingerprint`, and the file grows up to max_bytes."""
 
     def __init__(self, path: Path, mark: bytes, vocab_size: int, max_bytes: int):
         self.path = Path(os.path.realpath(path))
@@ -132,8 +133,8 @@ class StoreFile:
         self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         _held.add(self)
         try:
-            with suppress(OSError):  # of another owner
-                os.fchmod(self._descriptor, 0o600)  # whatever the umask is
+            with suppress(OSError):  # the file may belong to another user
+                os.fchmod(self._descriptor, 0o600)  # independent of the umask
             self._hold()
             try:
                 texts = self._texts(self._descriptor)
@@ -162,7 +163,7 @@ class StoreFile:
         data = PLACE.pack(MARKER, self._number) + data + _digest(data, self._number)
         place = self._end
         if place + len(data) > self._max_bytes:
-            os.ftruncate(self._descriptor, place)  # older texts are behind it, if its room was larger
+            os.ftruncate(self._descriptor, place)  # older texts follow if the file was larger before
             place = HEADER.size
         self._write(data, place)
         self._number += 1
@@ -216,7 +217,7 @@ class StoreFile:
         return [texts[number] for number in sorted(texts)]
 
     def _is_empty(self, header: bytes) -> bool:
-        """Whether the file holds no text, not even the whole header. Raises errors as `read` does."""
+        """Returns whether the file holds no text and no complete header. Raises errors as `read` does."""
         if not MAGIC.startswith(header[: len(MAGIC)]):
             raise StoreFileError(f"{self.path} is not a store")
         if len(header) < HEADER.size:
@@ -234,5 +235,5 @@ def _let_go() -> None:
         file.close()
 
 
-_held = WeakSet[StoreFile]()  # which forked copies of the process let go
+_held = WeakSet[StoreFile]()  # forked copies of the process close these
 os.register_at_fork(after_in_child=_let_go)

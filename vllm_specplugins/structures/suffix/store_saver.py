@@ -23,30 +23,30 @@ from vllm_specplugins.structures.suffix.store_file import (
 
 logger = logging.getLogger("vllm.specplugins")
 
-MAX_UNSAVED = 10_000  # texts that wait for a file that cannot be written; beyond that the oldest are dropped
+MAX_UNSAVED = 10_000  # most texts that wait for a file that cannot be written; then the oldest are dropped
 LONGEST_PAUSE_S = 600.0  # between attempts to write such a file
-LOOK_S = 1.0  # whether the thread still works, while another one waits for it
-GRACE_S = 4.0  # for the last texts at the end: vLLM gives a worker 5 s
+LOOK_S = 1.0  # interval at which a waiting thread checks that the saving thread still works
+GRACE_S = 4.0  # to write the last texts at the end; vLLM gives a worker 5 s
 
 
 class StoreSaver:
-    """Appends each text in a thread to the file, which must not be open yet. A killed process loses the texts that the
-    thread has not written. A power cut also loses the texts after the last sync, which follows a text within
-    sync_every_s. Texts wait for the file in at most max_bytes."""
+    """Appends each text to the file in a thread; the file must not be open yet. A killed process loses the texts that
+    the thread has not written. A power cut also loses the texts after the last sync, which follows a text within
+    sync_every_s. Waiting texts take at most max_bytes."""
 
     def __init__(self, file: StoreFile, sync_every_s: float, max_bytes: int):
         self._file, self._sync_every_s, self._max_bytes = file, sync_every_s, max_bytes
         self._unsaved: deque[bytes] = deque(maxlen=MAX_UNSAVED)
         self._is_useless = False  # the file cannot be used and may be replaced
-        self._due_at: float | None = None  # of the next sync or attempt
+        self._due_at: float | None = None  # time of the next sync or attempt
         self._pause = Pause(LONGEST_PAUSE_S)
         self.num_saves = self.num_failures = 0
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="specplugins-store", daemon=True)
 
     def load(self, capacity: int) -> list[StoredText]:
-        """Starts the thread, and returns the newest texts of the file, up to capacity. If the file cannot be read or
-        written, logs one sentence."""
+        """Starts the thread, and returns the newest texts of the file, up to capacity. It logs one sentence if the
+        file cannot be read or written."""
         texts: list[StoredText] | None = self._attempt(self._file.open)
         if texts is None and not self._is_useless:
             with suppress(StoreFileError, OSError, MemoryError):  # which is in the log
@@ -61,7 +61,7 @@ class StoreSaver:
         return newest[: sum(number <= capacity for number in num_tokens)][::-1]
 
     def add(self, text: StoredText) -> None:
-        """Queues a text that has entered the store, for the file."""
+        """Queues a text that has entered the store."""
         self._jobs.put(partial(self._append, record(text)))
 
     def clear(self) -> None:
@@ -124,10 +124,11 @@ class StoreSaver:
         return True
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
-        """Returns the result of the work. A failure closes the file and returns None; the first in a row is logged."""
+        """Returns the result of the work. A failure closes the file and returns None; the first failure in a row is
+        logged."""
         try:
             result = work()
-        except Exception as error:  # also a lack of memory
+        except Exception as error:  # including a lack of memory
             self._file.close()
             is_first, self._is_useless = self._pause.failed(), isinstance(error, DamagedError)
             self._due_at = time.monotonic() + self._pause.seconds

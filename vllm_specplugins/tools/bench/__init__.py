@@ -1,1 +1,2 @@
-"""`bench` measures the speed-up of speculation on this machine, by method, kind of text and number of requests."""
+"""Implements `bench`, which measures the speed-up of speculation on this machine, by method, kind of text and number of
+requests."""

@@ -25,7 +25,7 @@ from vllm_specplugins.tools.report import check_json
 
 LOOKUPS = ["ngram", "prompt_lookup"]
 TOKENS = 64  # length limit of an output
-MAX_OPEN = 256  # requests at a time where they arrive at a rate
+MAX_OPEN = 256  # most concurrent requests if they arrive at a rate
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
 Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 
@@ -94,8 +94,8 @@ def measure(
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: Turns) -> list[Traffic]:
-    """The traffic of the warm-up and of each round. Each round has a separate tenant and, except for a log, new
-    prompts. For a cell with a rate, the `turns` of no speculation show how much traffic it can serve."""
+    """Yields the traffic of the warm-up and of each round. Each round has a separate tenant and, except for a log, new
+    prompts. For a cell with a rate, the `turns` of no speculation determine its rate."""
     rounds, log = workload.rounds(max(args.num_prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
@@ -113,7 +113,7 @@ def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: T
 
 
 def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
-    """Arrival times of requests in seconds: a Poisson process, the same in each run."""
+    """Returns arrival times of requests in seconds: a Poisson process, the same in each run."""
     closed = [other for other in turns if other.workload == cell.workload and not other.rate]
     plain = turns[max(closed, key=lambda other: other.batch)][NONE][1:]
     rate = cell.rate * sum(len(turn.answers) for turn in plain) / sum(turn.seconds for turn in plain)
@@ -122,7 +122,7 @@ def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The tasks that the user names, and the user's files; DEFAULT if there are neither."""
+    """Returns the tasks that the user names, and the user's files; DEFAULT if there are neither."""
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.dataset_path else DEFAULT)
     tasks = [make_workload(name, tokenizer, count) for name in names]
@@ -132,18 +132,18 @@ def pick_workloads(args: argparse.Namespace) -> list[Workload]:
 
 
 def num_prompts(args: argparse.Namespace) -> int:
-    """The number of prompts of a workload, including the warm-up's."""
+    """Returns the number of prompts of a workload, including the warm-up."""
     return int(max(args.num_prompts, *args.max_concurrency) * (1 + args.rounds))
 
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; the user's take precedence. Raises ConfigError if a prompt and its output exceed the
-    model's length."""
+    """Returns arguments of `vllm.LLM`; the user's arguments take precedence. Raises ConfigError if a prompt and its
+    output exceed the model's length."""
     longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
     context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.output_len
     if longest + args.output_len > context:
         raise ConfigError(
-            f"--output-len must be at most {max(0, context - longest)} after these prompts, not {args.output_len}."
+            f"--output-len must be at most {max(0, context - longest)} with these prompts, not {args.output_len}."
         )
     return {
         "model": args.model,

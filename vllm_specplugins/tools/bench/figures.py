@@ -1,6 +1,6 @@
-"""Figures of a benchmark: medians and ranges over rounds. A ratio is tokens per second relative to no speculation in
-the same round. For decoding alone, without the time to the first token of each request, ratio = tokens per step / step
-cost, where no speculation has 1 for both."""
+"""Computes the figures of a benchmark: medians and ranges over rounds. A ratio is tokens per second relative to no
+speculation in the same round. For decoding alone, without the time to the first token of each request, ratio = tokens
+per step / step cost, where no speculation has 1 for both."""
 
 import math
 import statistics
@@ -15,8 +15,8 @@ from vllm_specplugins.engine.harness.traffic import Turn
 
 NGRAM = 8  # tokens in a row that count as a repetition
 LOOPS = 0.5  # share of repeated tokens above which an output is called a loop
-SOME_STEPS = 3  # with the same number of tokens: fewer may be hiccups
-WIDE = 0.3  # range of ratios, in medians, above which other load on the machine is suspected; it is below 0.1 without
+SOME_STEPS = 3  # fewest steps with the same number of tokens: fewer may be outliers
+WIDE = 0.3  # range of ratios, relative to the median, that suggests other load; without load it is below 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Spread:
         return self.high - self.low > WIDE * self.median
 
     def interval(self, other: Self | None = None) -> tuple[float, float]:
-        """95 % interval of the geometric mean of the rounds; `other`, if given, divides them round by round. The
-        logarithms follow Student's t distribution, with its quantile from the expansion of Cornish and Fisher in 1 /
-        n."""
+        """Returns the 95 % interval of the geometric mean of the rounds; `other`, if given, divides them round by
+        round. The logarithms follow Student's t distribution, with its quantile from the expansion of Cornish and
+        Fisher in 1 / n."""
         divisors = other.rounds if other else (1.0,) * len(self.rounds)
         logs = np.log(self.rounds) - np.log(divisors)
         n = len(logs) - 1
@@ -53,13 +53,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Traffic of a comparison. With a rate, requests arrive at random times; otherwise a request arrives when another
-    ends."""
+    """The traffic of a comparison. With a rate, requests arrive at random times; otherwise a request arrives when
+    another request ends."""
 
     workload: str
-    batch: int  # requests at a time; with a rate their limit
+    batch: int  # number of concurrent requests; with a rate, their limit
     temperature: float
-    rate: float = 0.0  # share of the rate that no speculation can serve
+    rate: float = 0.0  # rate, as a share of the rate of no speculation
 
     def __str__(self) -> str:
         load = f"rate {self.rate:g} of capacity" if self.rate else f"batch {self.batch}"
@@ -77,14 +77,14 @@ class Row:
     decoding: Spread  # the same ratio for decoding alone
     tokens_per_step: float  # acceptance length
     step_cost: Spread  # mean time of a step relative to no speculation
-    step_ms: float  # median over the rounds of that mean time
+    step_ms: float  # median of that mean time over the rounds
     coverage: float  # share of steps with a draft
     accepted: float | None  # share of draft tokens; None without any
     first_ms: float  # median time to the first token
     gap_ms: tuple[float, float]  # between tokens of a request: median and 99th percentile
-    repeats: float  # share of output tokens that end an n-gram which stood before in the same output
+    repeats: float  # share of output tokens that end a repeated n-gram of the same output
     num_outputs: int
-    num_different: int | None  # outputs that are not those of no speculation, or of the log; None if sampled
+    num_different: int | None  # outputs that differ from no speculation, or from the log; None if sampled
     num_faults: int  # of our proposer
     clock: str = "wall"  # or "cpu": all times are CPU time of the engine's thread
 
@@ -99,10 +99,10 @@ def rows_of(
     has_cpu_clock: bool = False,
     log: Sequence[Sequence[int]] | None = None,
 ) -> list[Row]:
-    """The rows of a cell, from the turns of each method. No speculation comes first, and the first turn is a warm-up.
-    With `has_cpu_clock` (the model runs in the engine's thread, on a CPU), the CPU time of that thread replaces wall
-    time if other load makes a range wide. Outputs are compared with the `log` that engines had to emit, or with the
-    outputs of no speculation."""
+    """Returns the rows of a cell, from the turns of each method. No speculation comes first, and the first turn is a
+    warm-up. With `has_cpu_clock` (the model runs in the engine's thread, on a CPU), the CPU time of that thread
+    replaces wall time if other load makes a range wide. Outputs are compared with the `log` that engines had to emit,
+    or with the outputs of no speculation."""
     plain = next(iter(turns.values()))
     for clock in ("wall", "cpu"):
         rows = [_row(cell, name, measured[1:], plain[1:], clock, log) for name, measured in turns.items()]
@@ -149,7 +149,8 @@ def _row(cell: Cell, method: str, turns: Sequence[Turn], plain: Sequence[Turn], 
 
 
 def step_ms_by_tokens(turns: Iterable[Turn]) -> dict[int, float]:
-    """Median ms of an engine's steps, by the number of verified tokens, for numbers with at least SOME_STEPS steps."""
+    """Returns the median ms of an engine's steps by the number of verified tokens, for numbers with at least SOME_STEPS
+    steps."""
     times = defaultdict(list)
     for turn in turns:
         for num_tokens, ms in turn.steps:
@@ -158,7 +159,7 @@ def step_ms_by_tokens(turns: Iterable[Turn]) -> dict[int, float]:
 
 
 def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> float:
-    """The share of tokens that end a repeated n-gram of the same output.
+    """Returns the share of tokens that end a repeated n-gram of the same output.
 
     >>> repeated_share([[1, 2, 3, 1, 2, 3]], ngram=2)
     0.3333333333333333

@@ -1,4 +1,4 @@
-"""The report of a benchmark: a table and JSON, the method to serve with, and reasons for doubt."""
+"""Writes the report of a benchmark: a table and JSON, the recommended method, and reasons for doubt."""
 
 import argparse
 import json
@@ -12,33 +12,33 @@ from vllm_specplugins.tools.bench.figures import Row, Spread
 from vllm_specplugins.tools.picker import NONE, Config
 from vllm_specplugins.tools.report import say, serve_with, show_table, versions, write_json
 
-PAYS = 1.03  # a gain that is worth a configuration
+PAYS = 1.03  # smallest gain for a recommendation
 LOSES = 0.97
-MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer prove nothing
+MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer prove too little
 COLUMNS = ("tokens/s", "ratio", "decoding alone", "tok/step", "step cost", "same")
 AT_RATES = ("tokens/s", "ratio", "tok/step", "first, ms", "next, ms", "same")
 LEGEND = (
-    "ratio: to no speculation in the same round, median (range). tokens/s: prompts included; the median of no "
-    "speculation, times the ratio. tok/step: mean tokens of a request's step. "
-    "same: outputs that equal those of no speculation, or of the log, token for token. "
+    "ratio: speed relative to no speculation in the same round, median (range). tokens/s: the median of no speculation "
+    "times the ratio, prompts included. tok/step: mean tokens of a request's step. same: outputs that equal those of "
+    "no speculation, or of the log, token for token. "
 )
 DECODING_LEGEND = (
-    "decoding alone: without the time to a request's first token; it is tok/step by step cost (time of a step, "
-    "relative to a step without speculation)."
+    "decoding alone: the speed without the time to the first token, which is tok/step divided by step cost. step cost: "
+    "time of a step, relative to a step without speculation."
 )
 RATES_LEGEND = (
-    "first: from a request's arrival to its first token, median. next: from its tokens to the next ones, median and "
-    "99th percentile. At a rate tokens/s are those of the arrivals, and the advice is that of the batches."
+    "first: median time from a request's arrival to its first token. next: time between its tokens, median and 99th "
+    "percentile. In rows with a rate, tokens/s is the rate of arrivals; the advice comes from the other rows."
 )
 FRESH = (
-    "Each round asks new prompts, as a new tenant, without a prefix cache: nothing is drafted from the outputs of "
-    "earlier rounds. An engine keeps its estimates (times of steps, acceptance), as a server does."
+    "Each round sends new prompts as a new tenant, without a prefix cache, so no method of ours drafts from outputs of "
+    "earlier rounds. Engines keep their estimates of step times and acceptance, as a server does."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    rows: list[Row]  # by cell, and in it by method
+    rows: list[Row]  # in order of cell, then method
     configs: Mapping[str, Config | None]  # by method, no speculation first
     machine: Machine
     conditions: dict[str, Any]  # arguments of the run
@@ -54,12 +54,12 @@ class Report:
             return verdict([row for row in self.rows if not row.cell.rate], self.configs)
         if self.conditions["forced"]:
             return "An output differs from the log that the engines were forced to emit.", None
-        return "Speculation changed an output, which it must not in float32.", None
+        return "Error: speculation changed an output in float32.", None
 
     def notes(self) -> Iterator[str]:
         yield FRESH
         if names := self.conditions["short"]:
-            yield f"{', '.join(names)} has fewer prompts than were asked for: rounds share them."
+            yield f"{', '.join(names)} has fewer prompts than requested, so rounds share them."
         yield from notes(self.rows, self.machine.dtype)
         machine, done = self.machine, self.conditions
         packages = ", ".join(f"{name} {number}" for name, number in versions("vllm", "torch").items())
@@ -71,7 +71,7 @@ class Report:
 
 
 def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
-    """Advice in words, and the configuration of the best method; None for no speculation, or if the result is
+    """Returns advice in words, and the configuration of the best method; None for no speculation, or if the result is
     uncertain. A method is recommended if the 95 % interval of its ratio to no speculation, over rounds in which both
     serve the same prompts, is above 1, and its median pays off."""
     by_method = {name: [row for row in rows if row.method == name] for name in configs}
@@ -82,10 +82,11 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
         low, high = (end(cells, key=lambda row: row.ratio.median) for end in (min, max))
         words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
         if low.ratio.median < LOSES:
-            words += f"; where you serve such traffic ({low.cell}), go without"
+            words += f"; serve such traffic ({low.cell}) without speculation"
     num_rounds, num_requests = len(gain.rounds), min(row.num_outputs for row in rows)
-    doubts = [f"it takes {MIN_ROUNDS} rounds, not {num_rounds}"] * (num_rounds < MIN_ROUNDS)
-    doubts += [f"it takes {MIN_REQUESTS} requests of each workload, not {num_requests}"] * (num_requests < MIN_REQUESTS)
+    doubts = [f"advice needs {MIN_ROUNDS} rounds, not {num_rounds}"] * (num_rounds < MIN_ROUNDS)
+    if num_requests < MIN_REQUESTS:
+        doubts.append(f"advice needs {MIN_REQUESTS} requests of each workload, not {num_requests}")
     if doubts:
         return f"No advice: {'; '.join(doubts)}. The highest median has {words}.", None
     low_end, high_end = gain.interval()
@@ -94,7 +95,7 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
     if low_end <= 1:
         return (
             f"No advice: the interval of the best method, {low_end:.2f} to {high_end:.2f} times as fast as no "
-            f"speculation, holds 1; more rounds narrow it. The highest median has {words}."
+            f"speculation, includes 1; more rounds narrow it. The highest median has {words}."
         ), None
     rivals = [name for name in list(gains)[1:] if name != best and gain.interval(gains[name])[0] <= 1]
     equal = f" ({', '.join(rivals)} may be as fast)" if rivals else ""
@@ -102,12 +103,12 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
 
 
 def mean_ratio(rows: Sequence[Row]) -> Spread:
-    """The ratios of a method: in each round, the geometric mean over the cells."""
+    """Returns the ratios of a method: in each round, the geometric mean over the cells."""
     return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
 
 
 def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
-    """Reasons for doubt, derived from the rows."""
+    """Yields reasons for doubt, derived from the rows."""
     for row in rows:
         if row.num_faults:
             yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
@@ -116,14 +117,14 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
         cause = "rounds have different prompts, and other work may have loaded the machine"
         yield f"Ranges are wide ({'; '.join(dict.fromkeys(wide))}): {cause}."
     if timed := [str(row.cell) for row in plain if row.clock == "cpu"]:
-        yield f"Times are CPU time of the engine's thread, for wall time was noisy ({'; '.join(timed)})."
+        yield f"Times are CPU time of the engine's thread, because wall time was noisy ({'; '.join(timed)})."
     if looping := [str(row.cell) for row in plain if row.loops]:
         yield (
-            f"Loops: more than half of the output repeats itself ({'; '.join(looping)}), which flatters every lookup: "
-            "expect less from text that does not."
+            f"Loops: more than half of the output repeats itself ({'; '.join(looping)}), which favours lookups: expect "
+            "less on other text."
         )
     if any(row.num_different for row in rows) and dtype != "float32":
-        yield f"Outputs in {dtype} may differ: how sums are rounded depends on how many tokens a step verifies."
+        yield f"Outputs in {dtype} may differ: rounding depends on the number of tokens that a step verifies."
     if any(row.num_different is None for row in rows):
         yield "Sampled outputs are not compared; `verify-lossless` tests their distribution."
 
@@ -135,7 +136,8 @@ def tell_cell(rows: Sequence[Row]) -> None:
 
 
 def _speed(row: Row, plain: Row) -> float:
-    """Tokens per second of the table, whose columns divide: a quotient of medians is no median of quotients."""
+    """Returns tokens per second for the table: the ratio times the speed of no speculation, so that the columns
+    agree."""
     return plain.tokens_per_second * (1 if row is plain else row.ratio.median)
 
 

@@ -1,5 +1,5 @@
-"""The prompts of a benchmark: tasks of this package, the user's files, or a log (`bench --trace`) with outputs that all
-engines must emit (engine/harness/forced.py)."""
+"""Reads the prompts of a benchmark: tasks of this package, the user's files, or a log (`bench --trace`) whose outputs
+all engines must emit (engine/harness/forced.py)."""
 
 import argparse
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 class Workload:
     name: str
     prompts: list[list[int]]  # token ids
-    log: Forced | None = None  # outputs that engines are forced to emit; all rounds ask all prompts
+    log: Forced | None = None  # outputs that engines must emit; all rounds have all prompts
 
     def take(self, count: int, start: int = 0) -> list[list[int]]:
-        """`count` prompts; a shorter list starts again."""
+        """Returns `count` prompts; a shorter list starts again."""
         return [self.prompts[index % len(self.prompts)] for index in range(start, start + count)]
 
     def is_short(self, count: int) -> bool:
-        """Whether some of `count` prompts repeat, although they should not."""
+        """Returns whether some of `count` prompts repeat, although they should not."""
         return not self.log and len(self.prompts) < count
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
@@ -46,15 +46,15 @@ class Workload:
 
 
 def make_workload(name: str, tokenizer: Any, count: int) -> Workload:
-    """The first `count` prompts of one of TASKS. Raises ConfigError for another name."""
+    """Returns the first `count` prompts of one of TASKS. Raises ConfigError for another name."""
     if name not in TASKS:
         raise ConfigError(f"--workloads must be of {', '.join(TASKS)}, not {brief(name)}.")
     return next(task for task in read_workloads(PROMPTS, tokenizer, count, 0) if task.name == name)
 
 
 def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> list[Workload]:
-    """The workloads of a file: one for each `task` of its rows or of Spec-Bench's questions, otherwise a single one,
-    each with its first `count` prompts. A text is cut into prompts of `num_tokens`."""
+    """Returns the workloads of a file, each with its first `count` prompts: one for each `task` of its rows or of
+    Spec-Bench's questions, otherwise a single one. A text is cut into prompts of `num_tokens`."""
     by_task: dict[str, list[list[int]]] = {}
     for sample in samples([file], lambda: tokenizer, len(tokenizer)):
         prompts = by_task.setdefault(_task(sample.row) or file.stem, [])
@@ -77,8 +77,8 @@ def _task(row: Mapping[str, Any]) -> str | None:
 
 
 def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> Workload:
-    """The requests of a log, with the outputs that engines must emit. Raises ConfigError for a method, a temperature or
-    a log with which that is impossible."""
+    """Returns the requests of a log, with the outputs that engines must emit. Raises ConfigError for a method, a
+    temperature or a log that does not allow it."""
     _check_forced(args, configs)
     vocab_size, count, rows = load_config(args.model).vocab_size, max(args.num_prompts, *args.max_concurrency), []
     for sample in islice((sample for sample in answered([args.trace], _no_tokenizer) if sample.prompt), count):

@@ -1,1 +1,2 @@
-"""The parts of `verify-lossless`: a tiny model, its exact distributions, a grid of sampling parameters, statistics."""
+"""Contains the parts of `verify-lossless`: a tiny model, its exact distributions, a grid of sampling parameters, and
+statistics."""

@@ -1,4 +1,4 @@
-"""The grid of a verification: methods, and cells of sampling parameters. A cell is one test of one method."""
+"""Defines the grid of a verification: methods, and cells of sampling parameters. A cell is one test of a method."""
 
 import itertools
 import json
@@ -16,9 +16,9 @@ NUM_TOKENS = 4  # of an outcome: the first is never drafted; with K = 2 the last
 NUM_GREEDY_TOKENS = 24
 NUM_GREEDY_PROMPTS = 24
 MIN_TURNS = 3
-PER_TURN = 4  # outputs of a request: the requests of a cell go to the engine in turns, and so share its steps
+PER_TURN = 4  # outputs of a request: the requests of a cell take turns, so they share the engine's steps
 
-_DRAFTS = {"num_speculative_tokens": 2, "gate": "off"}  # on a tiny model drafts never pay
+_DRAFTS = {"num_speculative_tokens": 2, "gate": "off"}  # drafts never pay off for a tiny model
 _LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
 _EXIT = {"method": "early_exit", "exit_layer": 1}
 _SAMPLED_EXIT = {**_EXIT, "draft_sample_method": "probabilistic"}
@@ -62,7 +62,10 @@ TOP_K, TOP_P, MIN_P = {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}
 CUTS = {**TOP_K, **TOP_P, **MIN_P}
 REPETITION = {"repetition_penalty": 1.7}
 PENALTIES = {**REPETITION, "presence_penalty": 0.8, "frequency_penalty": 0.6}
-REWARDS = {"presence_penalty": -1.5, "frequency_penalty": -1.0}  # repeats are likely: a history that lacks one shows
+REWARDS = {
+    "presence_penalty": -1.5,
+    "frequency_penalty": -1.0,
+}  # repeats are likely, so a gap in a history shows
 BIAS = {"logit_bias": {2: 1.5, 7: -3.0, 9: 2.5}}
 ALLOWED = {"allowed_token_ids": [0, 2, 3, 5, 6, 8]}
 MIN_TOKENS = {"stop_token_ids": [0, 6], "min_tokens": 2}
@@ -76,7 +79,7 @@ WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed", "stop_token_ids":
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Sampling parameters. Their samples are tested together, for each prompt."""
+    """Sampling parameters, whose samples are tested together, for each prompt."""
 
     name: str
     params: tuple[dict[str, Any], ...]
@@ -87,7 +90,7 @@ class Cell:
 
 
 def cell(temperature: float, *edits: dict[str, Any]) -> Cell:
-    """A cell with a temperature and further parameters.
+    """Returns a cell with a temperature and further parameters.
 
     >>> cell(0.7, TOP_K, SEEDED).name
     'T 0.7, top-k 3, seeds'
@@ -121,7 +124,7 @@ def cells() -> list[Cell]:
 
 
 def mixed(cells: list[Cell]) -> Cell:
-    """All sampled cells at once: requests with different parameters in the same steps."""
+    """Returns a cell of all sampled cells: requests with different parameters share steps."""
     sampled = tuple(params for cell in cells if not cell.is_greedy for params in cell.params)
     return Cell("all of the above at once", sampled)
 
@@ -132,22 +135,23 @@ def make_prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def groups(cell: Cell, prompts: list[list[int]]) -> list[Request]:
-    """Groups of requests that sample from one distribution each; a mixed cell takes its prompts in turns."""
+    """Returns groups of requests, each of which samples from one distribution; a mixed cell takes its prompts in
+    turns."""
     if len(cell.params) == 1:
         return [Request(prompt, cell.params[0]) for prompt in prompts]
     return [Request(prompts[index % len(prompts)], params) for index, params in enumerate(cell.params)]
 
 
 def requests(groups: list[Request], num_samples: int, is_greedy: bool = False) -> Iterator[tuple[int, Request]]:
-    """The index and requests of each group, in turns, for about num_samples outputs in total; one request per group if
-    greedy."""
+    """Yields the index of a group and a request, in turns, for about num_samples outputs in total; one request per
+    group if greedy."""
     turns = 1 if is_greedy else max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
-    # A request's last token is never drafted: one more than an outcome has is asked for.
+    # A request's last token is never drafted, so each request asks for one token more than an outcome has.
     more: dict[str, Any] = {"n": PER_TURN, "max_tokens": NUM_TOKENS + 1}
     if is_greedy:
         more = {"max_tokens": NUM_GREEDY_TOKENS}
     for turn, (index, group) in itertools.product(range(turns), enumerate(groups)):
         params = {**group.params, **more}
-        if "seed" in params:  # outputs of a request take one seed after the other
+        if "seed" in params:  # the outputs of a request use consecutive seeds
             params["seed"] += PER_TURN * (turn * len(groups) + index)
         yield index, Request(group.prompt, params)

@@ -1,7 +1,7 @@
-"""A tiny Llama with random weights, and the exact distribution of its first tokens under sampling parameters. Its first
-layer approximates both layers reasonably well. Its distributions are far from uniform and differ between contexts, so
-wrong sampling becomes visible. All outcomes are enumerated, with the parameters applied in float64 and in vLLM's order.
-R: rows, V: vocab_size, t: tokens of an outcome."""
+"""Makes a tiny Llama with random weights, and computes the exact distribution of its first tokens under sampling
+parameters. Its first layer approximates both layers reasonably well. Its distributions are far from uniform and differ
+between contexts, so wrong sampling becomes visible. All outcomes are enumerated, with the parameters applied in float64
+and in vLLM's order. R: rows, V: vocab_size, t: tokens of an outcome."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ def make_model(seed: int) -> LlamaForCausalLM:
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,  # the smallest that vLLM's CPU attention takes
+        head_dim=32,  # the smallest size that vLLM's CPU attention supports
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -92,8 +92,8 @@ class ExactModel:
         self._logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def joint(self, prompt: Sequence[int], params: Params, slack: float = 0.0) -> NDArray[np.float64]:
-        """[V] * t: the probability of each outcome, in which a stop token repeats to the end. A token stays if it
-        misses a cut (min-p, top-k, top-p) by at most the share `slack`."""
+        """Returns the probability of each outcome, [V] * t, in which a stop token repeats to the end. A token stays if
+        it misses a cut (min-p, top-k, top-p) by at most the share `slack`."""
         joint = torch.ones((), dtype=torch.float64)
         for length, logits in enumerate(self._prefix_logits(tuple(prompt))):
             prefixes = self._prefixes(length)
@@ -105,11 +105,11 @@ class ExactModel:
         return result
 
     def _prefixes(self, length: int) -> torch.Tensor:
-        """[V ** length, length]: all prefixes, in order."""
+        """Returns all prefixes in order, [V ** length, length]."""
         return torch.tensor(list(product(range(self._vocab_size), repeat=length)), dtype=torch.long)
 
     def _prefix_logits(self, prompt: tuple[int, ...]) -> list[torch.Tensor]:
-        """For each length below t: the logits [V ** length, V] after all prefixes of this length."""
+        """Yields, for each length below t, the logits [V ** length, V] after all prefixes of this length."""
         if prompt not in self._logits:
             prefixes = self._prefixes(self._num_tokens - 1)
             sequences = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)
@@ -127,7 +127,7 @@ def next_probs(
     params: Params,
     slack: float = 0.0,
 ) -> torch.Tensor:
-    """[R, V]: probabilities of the next token.
+    """Returns the probabilities of the next token, [R, V].
 
     >>> logits = torch.tensor([[1.0, 2.0, 3.0]]).double()
     >>> next_probs(logits, [0], torch.tensor([[2]]), {"presence_penalty": 9, "top_k": 1})

@@ -1,5 +1,5 @@
-"""The verdict of a verification, as a table and as JSON, from counts and probabilities of outcomes: arrays [V] * t (V:
-vocab_size, t: tokens of an outcome), one for each group of samples from one distribution."""
+"""Reports the verdict of a verification, as a table and as JSON. It uses counts and probabilities of outcomes: arrays
+[V] * t (V: vocab_size, t: tokens of an outcome), one for each group of samples from one distribution."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,16 +14,16 @@ from vllm_specplugins.tools.report import say, show_table, versions
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-LEAST_EXPECTED = 5.0  # below it the chi-squared distribution is a poor approximation
-FALSE_ALARMS = 1e-3  # share of runs in which a lossless method is called lossy
+LEAST_EXPECTED = 5.0  # below this count the chi-squared distribution is a poor approximation
+FALSE_ALARMS = 1e-3  # share of runs that report a lossless method as lossy
 COLUMNS = ("drafted", "accepted", "chi-squared", "free", "p", "verdict")
 PASSED, REFUSED, UNPROVEN, WRONG, DIED = "passed", "refused", "nothing drafted", "WRONG", "DIED"
 STYLES = {PASSED: "none", REFUSED: "yellow", UNPROVEN: "red", WRONG: "bold red", DIED: "bold red"}
 LEGEND = (
-    "chi-squared, free: of the counts of the first tokens against their exact probabilities, rare outcomes merged, and "
-    "its degrees of freedom. Temperature 0: outputs against those without speculation, token for token. p: how "
-    "probable such a deviation is if nothing is wrong. The verdict is Bonferroni's over all rows: if nothing is wrong, "
-    f"at most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."
+    "chi-squared: the statistic of the first tokens' counts and exact probabilities; it merges rare outcomes. free: "
+    "its degrees of freedom. At temperature 0, outputs must equal those without speculation. p: the probability of "
+    "such a deviation without an error. The verdict applies Bonferroni's correction to all rows: without an error, at "
+    f"most one run in {1 / FALSE_ALARMS:,.0f} reports {WRONG}."
 )
 
 
@@ -31,8 +31,8 @@ LEGEND = (
 class ChiSquared:
     statistic: float  # sum of (observed - expected)^2 / expected; infinite if an impossible outcome was observed
     num_free: int  # degrees of freedom; 0 if everything is certain
-    p_value: float  # probability of a statistic of this size or more, if the probabilities are right
-    num_impossible: int = 0  # observations of outcomes that cannot be
+    p_value: float  # probability of a statistic of this size or more, if the probabilities are correct
+    num_impossible: int = 0  # observations of impossible outcomes
 
 
 def chi_squared(groups: Sequence[tuple[Counts, Floats, Floats]]) -> ChiSquared:
@@ -54,9 +54,9 @@ def chi_squared(groups: Sequence[tuple[Counts, Floats, Floats]]) -> ChiSquared:
 
 
 def merge(counts: Counts, expected: Floats) -> tuple[Floats, Floats]:
-    """Observed and expected counts of cells, each with an expected count of at least LEAST_EXPECTED. Rare outcomes are
-    merged with outcomes that begin alike: first with those that differ only in the last token, and so on. The rest
-    joins the smallest cell."""
+    """Returns observed and expected counts of cells, each with an expected count of at least LEAST_EXPECTED. Rare
+    outcomes are merged with outcomes that have the same beginning: first with those that differ only in the last token,
+    and so on. The rest joins the smallest cell."""
     cells: list[Floats] = []  # [2, number of cells]
     rest: Floats = np.stack((counts, expected)).astype(np.float64)
     while True:
@@ -81,7 +81,7 @@ class Judged:
     test: ChiSquared | None = None  # of a sampled cell
     num_different: int | None = None  # outputs at temperature 0 that differ from those without speculation
     refusal: str | None = None  # vLLM's sentence
-    failure: str | None = None  # the end of the engine, in a sentence
+    failure: str | None = None  # why the engine ended, in a sentence
 
 
 class Report:
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all cells that vLLM serves passed, and each method has at least one cell."""
+        """Returns whether all cells that vLLM serves passed, and each method has at least one cell."""
         passed = {cell.method for cell, verdict in self.pairs if verdict == PASSED}
         return passed == {cell.method for cell in self.judged} and set(self.verdicts) <= {PASSED, REFUSED}
 

@@ -1,1 +1,1 @@
-"""`replay` runs recorded traffic through proposers that read token ids, without a model."""
+"""Implements `replay`, which runs recorded traffic through proposers that read token ids, without a model."""

@@ -1,5 +1,5 @@
-"""The methods that a replay compares: proposers that read only token ids, with and without a gate and with each K, and
-rules of other engines."""
+"""Lists the methods that a replay compares: proposers that read only token ids, with and without a gate and with each
+K, and rules of other engines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,17 +15,17 @@ from vllm_specplugins.kernels.compiled import compiled
 from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.plan import Conditions, make_plan
-from vllm_specplugins.tools.picker import Config, is_ours, pick_methods
+from vllm_specplugins.tools.picker import Config, is_ours, pick
 from vllm_specplugins.tools.replay.drafter import Drafter
 from vllm_specplugins.tools.replay.on_device import DeviceLengths, PlannedLengths
 
 RUNNERS = V1, V2 = "v1", "v2"  # vLLM's model runners
 ALWAYS, GATED, FIXED = "always", "gated", "fixed"
 GATES = {ALWAYS: "off", GATED: "auto"}
-LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)  # values of K where the user names none, as long as the speed rises
+LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)  # values of K if the user gives none, while the speed rises
 NGRAM_GPU = 2, 8  # tokens of vLLM's shortest and longest n-gram, as `bench` serves it
 NGRAM_GPU_LENGTHS = 5, 15, 31
-LONG_MATCH = 4, 64  # tokens of a match that overrides a drafter in TensorRT-LLM, and of the longest that is counted
+LONG_MATCH = 4, 64  # tokens of a match that overrides a drafter in TensorRT-LLM, and of the longest match
 Build = Callable[[ProposerContext], Proposer]
 
 
@@ -35,11 +35,11 @@ class Candidate:
     policy: str  # ALWAYS, or GATED: a gate chooses its lengths; FIXED for a method of others
     num_draft: int  # K
     build: Build
-    config: Config | None = None  # its whole --speculative-config; None for a method of others
+    config: Config | None = None  # the --speculative-config; None for other engines' rules
     drafter: Drafter | None = None
-    waits: bool = False  # its drafting waits for the device
+    waits: bool = False  # whether drafting waits for the device
     lengths: type[DeviceLengths] | None = None  # Model Runner V2's choice of lengths; None: a gate on the host
-    is_late: bool = False  # Model Runner V2 drafts with it in a thread
+    is_late: bool = False  # whether Model Runner V2 drafts with it in a thread
 
     @classmethod
     def ours(
@@ -65,9 +65,10 @@ class Candidate:
 
 
 def candidates(wanted: Sequence[str], num_drafts: Sequence[int], runner: str = V2) -> list[Candidate]:
-    """Our methods, by method, policy and K; without names, all that read only token ids. Raises ConfigError for an
-    unknown method, or one that reads more."""
-    picked = {name: config for name, config in pick_methods(wanted or list(_default())).items() if config}
+    """Returns candidates by method, policy and K; without names, all methods that read only token ids. The `gate` and
+    K of a user's configuration replace the policies and `num_drafts`. Raises ConfigError for other methods."""
+    named = {name: [(name, {"method": name})] for name in _default()}
+    picked = pick(wanted or list(named), "--methods", named)
     for name, config in picked.items():
         if not _reads_tokens_alone(config):
             raise ConfigError(
@@ -75,17 +76,20 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int], runner: str = V
             )
     return [
         Candidate.ours(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft}, runner=runner)
-        for name, config in picked.items() for policy, gate in GATES.items() for num_draft in num_drafts
+        for name, config in picked.items()
+        for policy, gate in GATES.items() if config.get("gate", gate) == gate
+        for num_draft in ([config["num_speculative_tokens"]] if "num_speculative_tokens" in config else num_drafts)
     ]  # fmt: skip
 
 
 def beside(drafter: Drafter, runner: str = V2) -> Candidate:
-    """The cascade of a lookup and a recorded drafter, with the defaults of serving."""
+    """Returns the cascade of a lookup and a recorded drafter, with the defaults of serving."""
     return Candidate.ours("cascade", GATED, drafter.cascade, drafter, runner)
 
 
 def rivals(drafter: Drafter | None) -> list[Candidate]:
-    """vLLM's n-gram with each K. With a drafter, also the drafter alone, and TensorRT-LLM's rule for both."""
+    """Returns vLLM's n-gram with each K. With a drafter, it also returns the drafter alone, and TensorRT-LLM's rule for
+    both."""
     rules = [Candidate("ngram_gpu", FIXED, num_draft, partial(Fixed, *NGRAM_GPU)) for num_draft in NGRAM_GPU_LENGTHS]
     if drafter is not None:
         fixed = {drafter.name: partial(Fixed, 0, 0), "match of 4 first": partial(Fixed, *LONG_MATCH)}
@@ -108,8 +112,9 @@ def _reads_tokens_alone(config: Config) -> bool:
 
 
 class Fixed(Proposer):
-    """Drafts K tokens in every step: those after the latest of the longest matches of allowed length, otherwise the
-    drafter's. It is vLLM's `ngram_gpu` on Model Runner V2, or, with a drafter that always runs, TensorRT-LLM's rule."""
+    """Drafts K tokens in every step: the tokens after the latest of the longest matches of allowed length, otherwise
+    the drafter's tokens. It is vLLM's `ngram_gpu` on Model Runner V2, or, with a drafter that always runs,
+    TensorRT-LLM's rule."""
 
     def __init__(self, min_ngram: int, max_ngram: int, context: ProposerContext):
         self._ngrams, self._width = (min_ngram, max_ngram), context.max_num_draft
@@ -127,7 +132,7 @@ class Fixed(Proposer):
 
 @compiled(types.int64(types.Array(types.int32, 1, "C", readonly=True), types.int64, types.int64))
 def match_end(tokens: Any, min_ngram: int, max_ngram: int) -> int:
-    """The place after the latest of the longest earlier matches of the newest tokens; 0 if there is none.
+    """Returns the place after the latest of the longest earlier matches of the newest tokens; 0 if there is none.
 
     >>> match_end(np.frombuffer(np.array([1, 2, 9, 1, 2, 8, 1, 2], np.int32).tobytes(), np.int32), 2, 8)
     5

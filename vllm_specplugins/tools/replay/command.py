@@ -1,4 +1,5 @@
-"""The command `replay`: plays recorded traffic with every history proposer, and recommends one."""
+"""Implements the command `replay`: plays recorded traffic with every proposer that reads only token ids, and recommends
+one."""
 
 import argparse
 import statistics
@@ -122,7 +123,7 @@ def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> 
 
 
 def is_past(gains: Sequence[float]) -> bool:
-    """Whether neither of the last two values of K was faster than an earlier one.
+    """Returns whether neither of the last two values of K was faster than an earlier one.
 
     >>> is_past([1.5, 2.0, 1.9]), is_past([1.5, 2.0, 1.9, 1.8]), is_past([1.5, 2.0, 1.9, 2.1])
     (False, True, False)

@@ -1,4 +1,4 @@
-"""The time of a step: a forward pass as a function of its verified tokens, and the host's work."""
+"""Computes the time of a step: a forward pass as a function of its verified tokens, and the host's work."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from vllm_specplugins.config.fields import error_text
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The time of a step as a function of its tokens: linear between measured points, and extrapolated unless it would
-    fall. `ms` is ordered by verified tokens, summed over all requests; a request without a draft verifies one."""
+    """The time of a step as a function of its tokens, linear between measured points. It is extrapolated unless it
+    would fall. `ms` is ordered by verified tokens, summed over all requests; a request without a draft verifies one."""
 
     ms: Mapping[int, float]
     context_ms: float = 0.0  # for each token of context of each request: attention reads its keys and values
@@ -23,7 +23,7 @@ class CostTable:
 
     @classmethod
     def line(cls, step_ms: float, token_ms: float) -> "CostTable":
-        """Linear costs, from the time of one request's step and the time per draft token.
+        """Returns linear costs, from the time of one request's step and the time per draft token.
 
         >>> CostTable.line(10.0, 0.5).step_ms(num_reqs=1, num_draft=4)
         12.0
@@ -33,7 +33,7 @@ class CostTable:
         )
 
     def step_ms(self, num_reqs: int, num_draft: int = 0, num_context: int = 0) -> float:
-        """Time of a step in ms, from the total numbers of requests, draft tokens and tokens of context."""
+        """Returns the time of a step in ms, from the total numbers of requests, draft tokens and tokens of context."""
         tokens, ms = list(self.ms), list(self.ms.values())
         count, slope = num_reqs + num_draft, (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
         after = max(0.0, slope) * max(0, count - tokens[-1])
@@ -47,31 +47,31 @@ class Load:
 
     costs: CostTable
     batch: int = 1
-    draft_us: float | None = None  # of drafting, for each request and step; None: as measured here
-    host: CostTable | None = None  # time of the engine's thread in a step, by requests; None: it is in the costs
+    draft_us: float | None = None  # us of drafting, for each request and step; None: measured on this machine
+    host: CostTable | None = None  # time of the engine's thread in a step, by requests; None: the costs include it
     waits: bool = False
 
     def step_ms(self, num_reqs: int, num_draft: int, num_context: int) -> float:
-        """Time of a step in ms, with the host's share (CostTable.step_ms)."""
+        """Returns the time of a step in ms, with the host's share (CostTable.step_ms)."""
         ms = self.costs.step_ms(num_reqs, num_draft, num_context)
         host_ms = self.host.step_ms(num_reqs) if self.host else 0.0
         return ms + host_ms if self.waits else max(ms, host_ms)
 
     def drafting_ms(self, num_reqs: int, measured_ms: float) -> float:
-        """Time of drafting in ms; if the device drafts, the host's share includes it."""
+        """Returns the time of drafting in ms; if the device drafts, the host's share includes it."""
         if self.draft_us is not None:
             return self.draft_us * num_reqs / 1000
         return 0.0 if self.host and not self.waits else measured_ms
 
 
-# The engine's thread, Model Runner V2, asynchronous, minima on the null device: an engine whose device does nothing (an
-# EPYC core, vLLM 0.32.0, K = 5; the driver's own calls are not in it).
+# Time of the engine's thread on Model Runner V2, asynchronous: minima on the null device, whose operations do nothing
+# (an EPYC core, vLLM 0.32.0, K = 5; without calls of the driver).
 NO_SPECULATION = CostTable({1: 0.556, 8: 0.663, 32: 0.956})
 LOOKUP = CostTable({1: 1.085, 8: 1.234, 32: 1.68})
 HOST_SOURCE = (
-    "the host's share as measured on an engine whose device does nothing: 0.56, 0.66 and 0.96 ms a step at 1, 8 and 32 "
-    "requests without speculation, 1.09, 1.23 and 1.68 with prompt_lookup beside the device; the device waits for "
-    "drafting on the host"
+    "host time, measured on an engine whose device does nothing: 0.56, 0.66 and 0.96 ms per step at 1, 8 and 32 "
+    "requests without speculation, and 1.09, 1.23 and 1.68 ms with prompt_lookup; the device waits for drafting on the "
+    "host"
 )
 BANDWIDTH = 3.35e12  # bytes per second of an H100 SXM
 LAYERS, KV_BYTES = 32, 32 * 2 * 4096 * 2  # of Llama 2 7B
@@ -98,8 +98,8 @@ COSTS = {"llama-2-7b": H100, "llama-3.1-8b": LLAMA_3_1_8B}
 
 
 def costs_of(name: str) -> CostTable:
-    """The costs with a name in COSTS, of a line as in 10:0.5, or from a file of `bench`. Raises ConfigError
-    otherwise."""
+    """Returns the costs with a name in COSTS, linear costs as in 10:0.5, or the costs in a file of `bench`. Raises
+    ConfigError otherwise."""
     if name in COSTS:
         return COSTS[name]
     allowed = (

@@ -1,4 +1,4 @@
-"""Recorded traffic: prompts and their outputs, and tenants."""
+"""Reads recorded traffic: prompts, their outputs, and tenants."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,7 +12,7 @@ from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.tools.data import Sample, Tokenizer, accepted_lengths, answered
 
-LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
+LARGE_VOCABULARY = 1 << 18  # at least the size of today's vocabularies
 Accepted = Mapping[str, Int32Array]
 
 
@@ -48,7 +48,7 @@ class Traffic:
 
     @property
     def vocab_size(self) -> int:
-        """A vocabulary size for these tokens and those of proposers; no text contains the last token."""
+        """Returns a vocabulary size for these tokens and the tokens of proposers; no text contains the last token."""
         return max(LARGE_VOCABULARY, *(2 + int(history.max()) for history in self.histories))
 
 
@@ -57,14 +57,14 @@ class Chosen:
     """The selected requests of a log. `ids` selects requests with "even" or "odd" ids (or line numbers, without ids),
     or "all"."""
 
-    limit: int  # the first ones, at most as many
+    limit: int  # most requests, from the first on
     ids: str = "all"
     max_output: int | None = None  # tokens of the longest output; None: any number
-    drafter: str | None = None  # each must have its accepted lengths; None: those of none
+    drafter: str | None = None  # a drafter whose accepted lengths each request must have; None: no drafter
 
     def allows(self, number: int, sample: Sample) -> bool:
         name = str(sample.row.get("id", number))
-        is_odd = int(name[-1] if name.isdecimal() else number) % 2 == 1  # of digits beyond what an integer may have
+        is_odd = int(name[-1] if name.isdecimal() else number) % 2 == 1  # it may have more digits than an int allows
         is_long = self.max_output is not None and len(sample.output or ()) > self.max_output
         return self.ids in ("all", "odd" if is_odd else "even") and not is_long
 
@@ -72,8 +72,8 @@ class Chosen:
 def read_traffic(
     files: Sequence[Path], tokenizer: Tokenizer, chosen: Chosen, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The selected requests of the files (tools/data.py; errors as in `answered`). A text without a request is played
-    as if its second half answered its first half."""
+    """Returns the selected requests of the files (tools/data.py; errors as in `answered`). The second half of a text
+    without a request counts as the answer to its first half."""
     traffic = Traffic()
     every = (sample for number, sample in enumerate(answered(files, tokenizer)) if chosen.allows(number, sample))
     for sample in islice(every, chosen.limit):

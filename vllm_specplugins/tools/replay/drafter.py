@@ -1,5 +1,5 @@
-"""A drafter that a log recorded: for each number of output tokens, how many tokens of its draft the target would have
-accepted. The draft then consists of that many tokens of the output, followed by wrong ones."""
+"""Replays a drafter that a log recorded: for each number of output tokens, the number of draft tokens that the target
+would have accepted. A draft consists of that many tokens of the output, followed by wrong ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ LOOKUP_LENGTH = 31  # K of a lookup by default
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A drafter with accepted lengths in logs."""
+    """A drafter whose accepted lengths are in logs."""
 
     name: str
     ms: float  # time of all its passes for a step's drafts
-    token_ms: float  # time of each draft token, those of all requests counted
+    token_ms: float  # time of each draft token of any request
     num_draft: int  # K
 
     @classmethod
@@ -50,11 +50,12 @@ class Drafter:
         return {"method": "cascade", "stages": stages, "num_speculative_tokens": LOOKUP_LENGTH}
 
     def step_ms(self, num_reqs: int, length: int) -> float:
-        """ms of a step in which it drafts so many tokens; if it only reads the newest ones, those of one pass."""
+        """Returns the ms of a step in which it drafts this number of tokens; if it only reads the newest tokens, the ms
+        of one pass."""
         return (self.ms / self.num_draft + self.token_ms * num_reqs) * max(1, length)
 
     def draft(self, traffic: Traffic, request_ids: Sequence[str], texts: Sequence[Int32Array]) -> Int32Array:
-        """[num_reqs, K]: for each text the tokens that the target would accept, followed by wrong ones."""
+        """Returns, for each text, the tokens that the target would accept, followed by wrong ones, [num_reqs, K]."""
         token_ids = np.full((len(texts), self.num_draft), traffic.vocab_size - 1, np.int32)
         for row, number, text in zip(token_ids, map(number_of, request_ids), texts, strict=True):
             lengths, place = traffic.accepted[number][self.name], len(text) - traffic.prompt_lengths[number]

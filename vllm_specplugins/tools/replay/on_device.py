@@ -1,7 +1,7 @@
-"""Model Runner V2's choice of lengths, played by its classes. The scheduler chooses how many tokens a step drafts for
-each request, from steps that have ended. One step later, the host chooses how many draft tokens to verify, from
-acceptance probabilities that are a step old, and the device takes the likeliest ones. A recorded drafter drafts beside
-a lookup, which continues its tokens, and the draft that gains more is verified. R: requests of a step, K: max draft
+"""Simulates Model Runner V2's choice of lengths with its classes. The scheduler chooses the number of tokens that a
+step drafts for each request, from ended steps. One step later, the host chooses the number of draft tokens to verify,
+from acceptance probabilities that are a step old, and the device takes the likeliest tokens. A lookup continues the
+tokens of a recorded drafter, and the step verifies the draft with the larger gain. R: requests of a step, K: max draft
 tokens."""
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ from vllm_specplugins.tools.replay.costs import Load
 from vllm_specplugins.tools.replay.drafter import Drafter
 
 More = Callable[[DraftArrays], DraftArrays]
-BESIDE_PROMPTS = 1 - 1e-9  # share of a step that reads prompts, which are free here: its time is not one of its length
+BESIDE_PROMPTS = 1 - 1e-9  # share of a step with prompts, which are free here: its time does not count for its length
 
 
 class DeviceLengths:
     """Chooses the lengths of drafts, and the drafts.
 
     Args:
-        load: its costs are those that vLLM's profile measures at the start.
+        load: the load, whose costs are those of vLLM's profile at the start.
         clock: returns the simulated time in seconds.
     """
 
@@ -41,12 +41,12 @@ class DeviceLengths:
         self._tracker.make_room(num_slots)
         self._slots, self._is_known = SlotTable(), np.zeros(num_slots, bool)
         self._probs = np.ones((2, num_slots, max_num_draft), np.float32)  # of the newest drafts, and of those before
-        self._reports = np.zeros((2, num_slots, 2))  # likewise: those of DrafterLength
+        self._reports = np.zeros((2, num_slots, 2))  # reports of DrafterLength, likewise
         self._drafter_length = DrafterLength()
         self._verify_ms = np.array([load.costs.step_ms(0, num) for num in range(num_slots * (max_num_draft + 1))])
         self._prices = Prices(load.costs.context_ms)
-        self._length = self._verifies = 0  # draft tokens of each request: made by this step, and verified
-        self._ended: Any = None  # the last step, as the scheduler learns from it
+        self._length = self._verifies = 0  # draft tokens of each request: drafted by this step, and verified
+        self._ended: Any = None  # the last step, from which the scheduler learns
         self._step_ms = 0.0  # of this step without a drafter
 
     def admitted(self, num_running: int, decoding: Sequence[str], context: int) -> Ints:
@@ -71,8 +71,8 @@ class DeviceLengths:
         return share_budget(self._probs[0], slots, planned, budget) if budget < total else planned
 
     def observe(self, feedback: Feedback) -> tuple[int, int]:
-        """Learns from the step's outcome. Returns how many tokens to look up for each request, and how many the drafter
-        drafts."""
+        """Learns from the step's outcome. Returns the number of tokens to look up for each request, and the number that
+        the drafter drafts."""
         slots, num_accepted = self._slots.of(feedback.request_ids), feedback.num_accepted
         is_new = ~self._is_known[slots]
         share = 1.0
@@ -84,11 +84,11 @@ class DeviceLengths:
         self._tracker.observe(slots, feedback.num_draft, num_accepted)
         rests = self._drafter is None and not (self._length or self._verifies or share < 1)
         if rests:
-            self._probs[:] = 1.0  # the next drafts are verified as a whole
+            self._probs[:] = 1.0  # the next step verifies whole drafts
         return self._length, 0 if self._drafter is None else self._depth(self._drafter, slots)
 
     def _depth(self, drafter: Drafter, slots: Ints) -> int:
-        """It takes in the verified tokens, which yields one token; each further one takes a pass."""
+        """The pass over the verified tokens yields one token; each further token takes one more pass."""
         if min(drafter.num_draft, self._length) < 2:
             return min(drafter.num_draft, self._length)
         first_ms, all_ms = (drafter.step_ms(len(slots), length) for length in (1, drafter.num_draft))
@@ -105,8 +105,8 @@ class DeviceLengths:
     def keep(
         self, request_ids: Sequence[str], draft: Draft, offered: Int32Array | None, more: More | None = None
     ) -> Draft:
-        """Returns the step's drafts: those of a lookup, or tokens of the drafter, [R, any number], and `more` tokens of
-        the lookup."""
+        """Returns the step's drafts: tokens of a lookup, or tokens of the drafter, [R, any number], with `more` tokens
+        of the lookup."""
         slots, num_reqs = self._slots.of(request_ids), len(request_ids)
         confidence = np.full(num_reqs, FIRST_CONFIDENCE) if draft.confidence is None else draft.confidence
         drafts = of_stage(0, self._padded(draft.token_ids), draft.num_draft, confidence)
@@ -136,8 +136,8 @@ class DeviceLengths:
 
 
 class PlannedLengths(DeviceLengths):
-    """The lengths of drafts that nothing chooses and nothing trims: the scheduler plans K tokens, or as many as the
-    newest draft of the request that it knows had, which is that of two steps before."""
+    """The lengths of drafts without a gate and without trimming: the scheduler plans K tokens, or the length of the
+    request's newest known draft, which is two steps old."""
 
     def __init__(self, max_num_draft: int, *arguments: Any):
         super().__init__(max_num_draft, *arguments)

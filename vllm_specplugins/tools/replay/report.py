@@ -1,4 +1,4 @@
-"""The report of a replay: rows of figures, a table and JSON, and the method to serve with."""
+"""Writes the report of a replay: rows of figures, a table and JSON, and the recommended method."""
 
 import argparse
 import statistics
@@ -15,14 +15,14 @@ from vllm_specplugins.tools.replay.simulate import Totals
 from vllm_specplugins.tools.report import say, serve_with, show_table, versions, write_json
 
 BOOTSTRAPS = 1000
-FEW_REQUESTS = 200  # their range tells little of others
+FEW_REQUESTS = 200  # fewer say little about other traffic
 COLUMNS = ("K", "tok/step", "drafted", "accepted", "draft, us", "ms/token", "predicted")
 LEGEND = (
-    "K: the fastest of those tried. tok/step: mean tokens of a request's step, its first token left out (acceptance "
-    "length). drafted: share of steps with a draft. accepted: share of draft tokens that were right. draft: time of "
-    "drafting for a request and step, where the device waits for it. ms/token: time of the engine for a token of any "
-    "request. predicted: the speed-up over no speculation, and its range (95 %) over requests like these. gated: a "
-    "gate drafts only what pays; fixed: K tokens in each step."
+    "K: the fastest value tried. tok/step: mean tokens of a request's step, without its first token (acceptance "
+    "length). drafted: share of steps with a draft. accepted: share of draft tokens that the target accepts. draft: "
+    "drafting time per request and step, if the device waits for it. ms/token: time of the engine per token of any "
+    "request. predicted: the speed-up over no speculation, with its 95 % range for similar requests. gated: a gate "
+    "drafts only what pays off; fixed: each step drafts K tokens."
 )
 
 
@@ -37,14 +37,14 @@ class Row:
     tokens_per_step: float  # acceptance length
     coverage: float  # share of steps that verified a draft
     accepted: float | None  # share of draft tokens; None without any
-    ms_per_token: float  # of the engine's time, for each token of any request
-    draft_us: float  # time of drafting, by request and step
-    speed_up: float  # of tokens per ms, over no speculation
-    low: float  # the speed-up's 95 % range, had other requests like these come
+    ms_per_token: float  # ms of the engine for each token of any request
+    draft_us: float  # us of drafting per request and step
+    speed_up: float  # tokens per ms relative to no speculation
+    low: float  # the speed-up's 95 % range for similar requests
     high: float
     num_faults: int
-    task: str = ""  # the file of the requests, where each is played for itself
-    # Of a gated method, by other method and K: its speed relative to that one's, and the range.
+    task: str = ""  # the file of the requests, if files are played separately
+    # For a gated method, by other method and K: its relative speed, and the range.
     beside: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     @property
@@ -65,7 +65,7 @@ class Row:
 
 
 def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Totals, **more: Any) -> Row:
-    """The row of these totals. `plain` is the row of no speculation, and `more` holds further fields."""
+    """Returns the row of these totals. `plain` is the row of no speculation, and `more` has further fields."""
     steps = max(1, totals.steps)
     method, policy, num_draft = candidate.key if candidate else (NONE, ALWAYS, 0)
     speed_up, low, high = compare(totals, plain)
@@ -88,7 +88,7 @@ def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Total
 
 
 def compare(totals: Totals, other: Totals) -> tuple[float, float, float]:
-    """The speed relative to another candidate's, and its range over requests, which both played in the same way."""
+    """Returns the speed relative to another candidate, and its range over the requests of both."""
     speed_up = totals.tokens_per_ms / other.tokens_per_ms if other.emitted else 1.0
     if not (numbers := sorted(other.by_request)):
         return speed_up, speed_up, speed_up
@@ -100,7 +100,7 @@ def compare(totals: Totals, other: Totals) -> tuple[float, float, float]:
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """The row with the fastest K for each file, batch size, method and policy."""
+    """Returns the row with the fastest K for each file, batch size, method and policy."""
     best: dict[tuple[str, int, str, str], Row] = {}
     for row in rows:
         key = row.task, row.batch, row.method, row.policy
@@ -109,8 +109,8 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Candidate | None]:
-    """Advice in words, with the value for --speculative-config, and the candidate with the best geometric mean over the
-    batch sizes; None if none pays off."""
+    """Returns advice in words, with the value for --speculative-config, and the candidate with the best geometric mean
+    over the batch sizes; None if none pays off."""
     by_key = {candidate.key: [row for row in rows if row.key == candidate.key] for candidate in played}
     gains = {key: statistics.geometric_mean(row.speed_up for row in its) for key, its in by_key.items()}
     best = max(played, key=lambda candidate: gains[candidate.key])
@@ -121,9 +121,9 @@ def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Cand
     words = f"Predicted: {best.method}{gated}, K = {best.num_draft}, serves this {gain:.2f} times as fast as without"
     words += f" ({', '.join(f'{row.title}: {row.speed}' for row in cells)})"
     if any(row.speed_up < LOSES for row in cells):
-        words += "; where it loses, go without"
+        words += "; where it loses, serve without speculation"
     if all(row.low <= 1 for row in cells):
-        return f"{words}. No advice: the ranges do not tell it from no speculation.", best
+        return f"{words}. No advice: the ranges include the speed of no speculation.", best
     return f"{words}. Measure it with `bench` before you serve with it.\n{serve_with(best.config or {})}", best
 
 
@@ -161,9 +161,9 @@ def _notes(rows: Sequence[Row], best: Candidate | None, done: Mapping[str, Any])
         f"prompts, on Model Runner {done['runner'].upper()}. A step's cost: {done['costs']}{host}."
     ]
     if done["requests"] < FEW_REQUESTS:
-        words.append(f"{done['requests']} requests say little of others: play {FEW_REQUESTS} or more.")
-    words += [f"{method} is played as on V1: on V2 its drafts come a step or two later." for method in done["late"]]
+        words.append(f"{done['requests']} requests say little about other traffic: replay {FEW_REQUESTS} or more.")
+    words += [f"{method} is simulated as on V1; on V2 its drafts are one or two steps late." for method in done["late"]]
     if best is not None and best.num_draft == done["most"]:
-        words.append("The largest K tried is the best: try larger ones, or leave --num-draft out.")
+        words.append("The largest K tried is the best: try larger values, or leave --num-draft out.")
     faulty = dict.fromkeys(row.method for row in rows if row.num_faults)
-    return words + [f"{method} failed now and then, which cost it drafts; `check` says at what." for method in faulty]
+    return words + [f"{method} lost drafts by faults; `check` shows their cause." for method in faulty]

@@ -1,7 +1,7 @@
-"""A simulated engine: recorded requests in order, several at a time, in steps that take time. Prompts are free, since
-they take the same time with any drafts. A request that arrives while others decode takes part from the next step on; as
-in an engine, a gate learns nothing from that step. The recording holds the target's tokens, and a draft is accepted as
-far as it agrees."""
+"""Simulates an engine: recorded requests in order, several at a time, in steps that take time. Prompts take no time,
+since drafts do not affect their time. A request that arrives while others decode joins in the next step; as in an
+engine, a gate does not learn from that step. The recording has the target's tokens, and a draft is accepted up to the
+first token that differs."""
 
 import time
 from collections import deque
@@ -27,7 +27,7 @@ from vllm_specplugins.tools.replay.on_device import DeviceLengths
 
 
 class Fate(NamedTuple):
-    """The verified, accepted and emitted tokens of a request in a step; 0 in its first step."""
+    """The numbers of verified, accepted and emitted tokens of a request in a step; 0 in its first step."""
 
     drafted: int
     accepted: int
@@ -42,7 +42,7 @@ class Player:
         self._histories: Sequence[Int32Array] = recorded.histories
         self._recorded, self._max_num_draft, self._max_model_len = recorded, max_num_draft, max_model_len
         self._barrier = barrier
-        # A request that arrives has its prompt, and the token that its prefill emits.
+        # A new request has its prompt, and the token that its prefill emits.
         self.lengths: list[int] = [length + 1 for length in recorded.prompt_lengths]
         self._drafts: dict[int, list[int]] = {}  # to be verified
         self._has_arrived: set[int] = set()
@@ -57,7 +57,7 @@ class Player:
         return self.lengths[number] >= len(self._histories[number])
 
     def step(self, running: Sequence[int], step_ms: float | None = None) -> list[Fate]:
-        """Verifies the drafts of these requests, and drafts for them; `step_ms` is for the feedback."""
+        """Verifies the drafts of these requests, and drafts for them; `step_ms` is a value of the feedback."""
         fates = [self._verify(number) for number in running]
         self._has_arrived.update(running)
         batch = self.batch(running)
@@ -68,7 +68,7 @@ class Player:
         return fates
 
     def cut(self, number: int, count: int) -> None:
-        """Verifies `count` tokens in place of the whole draft; those after its end are wrong."""
+        """Verifies `count` tokens in place of the whole draft; tokens after its end are wrong."""
         draft = self._drafts.get(number, [])
         self._drafts[number] = draft[:count] + [-1] * (count - len(draft))
 
@@ -100,7 +100,7 @@ class Player:
         history, length = self._histories[number], self.lengths[number]
         truth = history[length : length + len(draft)]
         accepted = int(np.cumprod(np.equal(draft[: len(truth)], truth)).sum())
-        self.lengths[number] = min(length + accepted + 1, len(history))  # the target emits one token more
+        self.lengths[number] = min(length + accepted + 1, len(history))  # the target emits one more token
         return Fate(len(draft), accepted, self.lengths[number] - length)
 
 
@@ -114,8 +114,8 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
-    step_ms: float = 0.0  # of the engine, drafting excluded
-    drafting_ms: float = 0.0  # of the proposer and its barrier, on this machine or as the load says
+    step_ms: float = 0.0  # ms of the engine without drafting
+    drafting_ms: float = 0.0  # ms of the proposer and its barrier, measured on this machine or set by the load
     num_faults: int = 0  # of the proposer
     by_request: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -151,9 +151,9 @@ def simulate(
     drafter: Drafter | None = None,
     lengths: type[DeviceLengths] | None = None,
 ) -> Totals:
-    """Plays all traffic against the proposer that `build` makes (None: no drafts). `drafter` may offer drafts to it,
-    like a stage that is built into the engine. With `lengths` the proposer is a lookup without a gate, which drafts on
-    the device."""
+    """Plays all traffic against the proposer that `build` returns (None: no drafts). `drafter` may offer drafts to it,
+    like a drafter that is built into the engine. With `lengths` the proposer is a lookup without a gate, which drafts
+    on the device."""
     given = traffic, num_draft, load, drafter
     engine = _Engine(*given) if lengths is None else _DeviceEngine(*given, lengths)
     if build is not None:
@@ -178,7 +178,7 @@ def simulate(
 
 
 class _Engine:
-    """Adds the times of a load, and the drafts of a drafter, to steps of a player."""
+    """Adds the times of a load and the drafts of a drafter to the steps of a player."""
 
     def __init__(self, traffic: Traffic, num_draft: int, load: Load, drafter: Drafter | None):
         self.totals = Totals()
@@ -217,7 +217,7 @@ class _Engine:
     def _offered(
         self, barrier: FaultBarrier, drafter: Drafter, batch: DraftBatch, feedback: Feedback
     ) -> tuple[DraftBatch, Feedback]:
-        """Batch and feedback after the drafter has run, as in an engine; its time is a part of the step."""
+        """Returns batch and feedback after the drafter has run, as in an engine; its time is part of the step."""
         chosen = stage_of(barrier.proposer).offer_length(batch, feedback.num_accepted)  # None: by a rival
         length = drafter.num_draft if chosen is None else min(drafter.num_draft, chosen)
         self._drafter_ms = drafter.step_ms(batch.num_reqs, length)
@@ -240,7 +240,7 @@ class _Engine:
 
 
 class _DeviceEngine(_Engine):
-    """An engine that drafts on the device, where drafting is a part of the step; a drafter takes its time there."""
+    """An engine that drafts on the device, where drafting is part of the step and a drafter takes time."""
 
     def __init__(
         self, traffic: Traffic, num_draft: int, load: Load, drafter: Drafter | None, lengths: type[DeviceLengths]
@@ -271,7 +271,7 @@ class _DeviceEngine(_Engine):
             offered = self._drafter.draft(self._traffic, batch.request_ids, batch.token_ids)[:, :depth]
 
         def more(drafts: DraftArrays) -> DraftArrays:
-            """The lookup's tokens after these."""
+            """Returns the lookup's tokens after these tokens."""
             more = np.maximum(0, limited.max_num_draft - drafts.num_draft)
             continued: DraftArrays = lookup.draft(limited, drafts, more)
             return continued

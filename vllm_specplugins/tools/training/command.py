@@ -1,4 +1,4 @@
-"""The commands that train a part and score it."""
+"""Implements the commands that train a part and score it."""
 
 import argparse
 from dataclasses import dataclass, fields
@@ -18,20 +18,20 @@ from vllm_specplugins.tools.training.kinds import KINDS
 from vllm_specplugins.tools.training.scores import Scores, scores, write_texts
 
 MAX_SCORED_ROWS = 64
-NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, where the part does not fix it
-MAX_PLACES = 4  # of a draft that are shown
-# A step with drafts takes 1.26 times as long with a jump and 1.49 with an exit, on an H100 with one request.
+NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, unless the part sets it
+MAX_PLACES = 4  # most positions of a draft in the table
+# On an H100 with one request, a step with drafts takes 1.26 times as long with a jump, and 1.49 times with an exit.
 LITTLE, ENOUGH = 1.1, 1.5
 MEANING = (
-    "T: temperature. The model wrote the text after the beginnings of held-out rows. At T 0 a draft token is right if "
-    "it is the model's; at T 1 it is accepted with the sum of min(p, q), that of probabilistic drafts. Greedy, coupled "
-    "and probabilistic are values of draft_sample_method."
+    "T: temperature. The text is the model's continuation of held-out rows. At T 0 a draft token is correct if it is "
+    "the model's token. At T 1 the figure is the acceptance probability of the draft_sample_method greedy, coupled or "
+    "probabilistic (the sum of min(p, q))."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    before: Scores  # scores of the part as it began
+    before: Scores  # scores of the part before training
     after: Scores  # scores of the saved part
     config: dict[str, Any]  # value for vLLM
     num_tokens: int  # that were scored
@@ -40,12 +40,12 @@ class Trained:
     def verdict(self) -> str:
         length = self.after.length
         if length <= self.before.length:
-            return "It is no better than it began: train it for longer, or leave it out."
-        words = f"At temperature 0 it has {length:.2f} tokens a step"
+            return "Training did not improve the part: train it longer, or do not use it."
+        words = f"At temperature 0 the part emits {length:.2f} tokens per step"
         if length < LITTLE:
-            return f"{words}: it will not pay. Train it for longer, on text like what you serve, or leave it out."
-        cost = ", and a step with drafts may take 1.1 to 1.5 times as long: it hardly pays" * (length < ENOUGH)
-        return f"{words}{cost or ': it may pay'}. Measure it before you serve with it: bench."
+            return f"{words}, too few to pay off. Train it longer, on text like your traffic, or do not use it."
+        cost = ", but a step with drafts may take 1.1 to 1.5 times as long: it hardly pays off" * (length < ENOUGH)
+        return f"{words}{cost or ': it may pay off'}. Measure it with `bench` before you serve it."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Trains any part, which learns to predict the model's distribution (proposers/learning/distillation.py)."""
+"""Trains a part of any kind, which learns to predict the model's distribution (proposers/learning/distillation.py)."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ class Settings:
     batch_tokens: int  # of a step, about
     row_tokens: int  # of a row, at most
     learning_rate: float  # at its highest
-    seed: int  # of the order of the rows
-    num_draft: int = 1  # how many draft tokens it learns to predict, one after the other
+    seed: int  # seed for the order of the rows
+    num_draft: int = 1  # number of consecutive draft tokens that it learns to predict
 
     @property
     def batch_rows(self) -> int:
@@ -35,19 +35,19 @@ class Settings:
 
     @abstractmethod
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
-        """Limits of the part's fields for a model."""
+        """Returns the limits of the part's fields for a model."""
 
     @abstractmethod
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> TrainedPart:
-        """The part before its training, in float32; it may look at some rows."""
+        """Returns the part before its training, in float32; it may depend on some rows."""
 
     @abstractmethod
     def guesser(self, base: BaseModel, part: Any) -> Guesser:
-        """The part's drafter, as in serving, on a whole row at once."""
+        """Returns the part's drafter, as in serving, for a whole row at once."""
 
     @abstractmethod
     def serving(self, folder: Path) -> dict[str, Any]:
-        """The value of --speculative-config."""
+        """Returns the value of --speculative-config."""
 
     def check(self, base: BaseModel) -> None:
         """Raises ConfigError for a field that the model does not allow."""
@@ -65,7 +65,7 @@ def train(
     advance: Callable[[int, float], None] = lambda step, loss: None,
 ) -> TrainedPart:
     """Trains a part on rows of token ids and saves it in `out`, in the model's dtype. `advance` is called with the
-    number of finished steps and the loss, in nats per draft token. Raises ConfigError: `out` cannot be written."""
+    number of finished steps and the loss, in nats per draft token. Raises ConfigError if `out` cannot be written."""
     part = settings.begin(base, rows)
     part.requires_grad_()
     optimizer = torch.optim.AdamW(part.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -78,12 +78,13 @@ def train(
         optimizer.zero_grad()
         advance(step + 1, loss)
     save_whole(out, lambda folder: part.save(folder, base.dtype))
-    part.requires_grad_(False).to(base.dtype).float()  # for the scores, which are those of the saved part
+    part.requires_grad_(False).to(base.dtype).float()  # the scores are those of the saved part
     return part
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the highest learning rate: it rises over the share WARM_UP of the steps, then falls to 0."""
+    """Returns the share of the highest learning rate, which rises during the first WARM_UP steps (a share) and then
+    falls to 0."""
     return min(1.0, (step + 1) / (WARM_UP * steps + 1)) * (1 - step / steps)
 
 

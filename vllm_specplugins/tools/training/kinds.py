@@ -1,6 +1,6 @@
-"""The kinds of parts that can be trained: an exit head, a jump, and look-ahead embeddings. Tokens before a draft have
-the target's keys and values, and tokens of the draft the part's. Of K passes over a row, the k-th sees the text up to k
-tokens before a token (as in EAGLE-3, Li et al. 2025, "training-time test")."""
+"""Defines the kinds of parts that can be trained: an exit head, a jump, and look-ahead embeddings. Tokens before a
+draft have the target's keys and values, and tokens of the draft have the part's. Of K passes over a row, the k-th sees
+the text up to k tokens before a token (as in EAGLE-3, Li et al. 2025, "training-time test")."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class ExitHeadSettings(Settings):
     """A norm and a head that read some layers as the model's norm and head read all layers (ExitHeadConfig)."""
 
     exit_layer: int
-    layers: tuple[int, ...] | None = None  # which ones; None: the first ones
+    layers: tuple[int, ...] | None = None  # indices of the layers; None: the first ones
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         return {"exit_layer": (1, base.num_layers - 1)}
@@ -69,7 +69,7 @@ class JumpSettings(Settings):
     early_layers: int
     late_layer: int
     inner_size: int
-    resume: str | None = None  # folder of a head that it begins with; None: it begins anew
+    resume: str | None = None  # folder of a head at which training starts; None: a new head
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         layers = {"early_layers": (0, base.num_layers - 1), "late_layer": (self.early_layers, base.num_layers)}
@@ -85,7 +85,7 @@ class JumpSettings(Settings):
         gram, cross = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
         for states in base.hidden_states([rows[index] for index in every_nth(len(rows), FITTED_ROWS)]):
             early, late, last = (states[index].float().cpu() for index in (self.early_layers, late_layer, -1))
-            if late_layer == base.num_layers:  # the final norm is still to come
+            if late_layer == base.num_layers:  # the final norm is not applied yet
                 late = late / base.norm_weight.cpu()
             both = torch.cat((F.rms_norm(early, (hidden,), eps=base.norm_eps)[1:], last[:-1]), dim=-1)
             gram += both.T @ both
@@ -112,7 +112,7 @@ class JumpSettings(Settings):
 class LookAheadSettings(Settings):
     """Embeddings that represent draft tokens which are not known yet."""
 
-    exit_layer: int  # how many layers they run through
+    exit_layer: int  # number of layers that process them
     exit_head: str | None  # folder of a trained head for this layer; None: the norm and the head of the model
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
@@ -153,7 +153,7 @@ def skipping_guesser(base: BaseModel, layers: Sequence[int], head: ExitHead | No
 
 
 def look_ahead_guesser(base: BaseModel, part: LookAhead, head: ExitHead | None = None) -> Guesser:
-    """The first draft token is the exit's; pass k is that of the k-th embedding, after each token."""
+    """The first draft token comes from the exit; pass k runs the k-th embedding after each token."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         num_tokens = len(states[0])

@@ -1,8 +1,8 @@
-"""Tokens per step of a trained part's drafts, on text that the model writes after held-out prompts. Each step of an
-engine begins after the tokens that the last step accepted. On text of another source, or if a step began at each token,
-the acceptance would differ. The steps therefore walk over text that the model continues with verification's noise of
-(seed, position): given that the model emits a token, a step continues with the probability that the draft's token is
-accepted. N: drafts of a row, K: draft tokens, V: vocabulary.
+"""Computes the tokens per step of a trained part's drafts, on text that the model writes after held-out prompts. Each
+step of an engine begins after the tokens that the last step accepted. On text of another source, or if a step began at
+each token, the acceptance would differ. The steps therefore walk over text that the model continues with verification's
+noise of (seed, position): given that the model emits a token, a step continues with the probability that the draft's
+token is accepted. N: drafts of a row, K: draft tokens, V: vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.proposers.learning.distillation import Guesser, walk
 from vllm_specplugins.tools.base_model import BaseModel, overlap
 
-PROMPT_SHARE = 4  # one token of so many is the prompt's
+PROMPT_SHARE = 4  # 1 / share of the tokens that are the prompt
 METHODS = ("greedy", "coupled", "probabilistic")  # draft_sample_method
 NAMES = ("overlap", *METHODS)
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A row that the model wrote from token `begin` on, at a temperature and with the noise of a seed."""
+    """A row that the model generated from token `begin` on, at a temperature and with the noise of a seed."""
 
     row: list[int]
     begin: int
@@ -32,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of each of the K draft tokens after right tokens, and of whole steps."""
+    """The scores of each of the K draft tokens after correct tokens, and of whole steps."""
 
     match: list[float]  # [K] share of greedy tokens that are the model's
     overlap: list[float]  # [K] mean sum of min(p, q), the share that is accepted at temperature 1 if "probabilistic"
@@ -44,8 +44,8 @@ class Scores:
 def write_texts(
     base: BaseModel, rows: Sequence[Sequence[int]], temperature: float, begin: int = 0, end: int = 0
 ) -> list[Text]:
-    """The model's continuations of rows from token `begin` on (0: a quarter of the longest row; shorter rows are
-    omitted), up to `end` tokens (0: the length of the longest row) or an end token."""
+    """Returns the model's continuations of rows from token `begin` on (0: a quarter of the longest row; shorter rows
+    are omitted), up to `end` tokens (0: the length of the longest row) or an end token."""
     longest = max(map(len, rows))
     begin, end = begin or max(1, longest // PROMPT_SHARE), end or longest
     prompts = torch.tensor([row[:begin] for row in rows if len(row) >= begin], device=base.model.device)
@@ -63,7 +63,7 @@ def write_texts(
 def scores(
     base: BaseModel, greedy: Sequence[Text], sampled: Sequence[Text], guesser: Guesser, num_draft: int
 ) -> Scores:
-    """The scores of a part on texts at temperature 0 and at temperature 1."""
+    """Returns the scores of a part on texts at temperature 0 and at temperature 1."""
     figures = []
     for texts in (greedy, sampled):
         probs = [accept_probs(base, text, guesser, num_draft) for text in texts]
@@ -76,18 +76,18 @@ def scores(
 
 
 def mean_length(probs: Sequence[torch.Tensor]) -> float:
-    """The mean acceptance length on texts, from the [K, N] acceptance probabilities of the draft tokens."""
+    """Returns the mean acceptance length on texts, from the [K, N] acceptance probabilities of the draft tokens."""
     tokens, steps = map(sum, zip(*map(walk, probs), strict=True))
     return tokens / steps if steps else 1.0
 
 
 def accept_probs(base: BaseModel, text: Text, guesser: Guesser, num_draft: int) -> dict[str, torch.Tensor]:
-    """[K, N] each: the overlap, and by draft_sample_method the probability that a draft token is accepted."""
+    """Returns the overlap, and by draft_sample_method the acceptance probability of each draft token, [K, N] each."""
     [states] = base.hidden_states([text.row])
     guesses, full = list(guesser(states, num_draft)), base.logits(states[-1])
     if len(guesses) < num_draft:  # a text of a few tokens
         return dict.fromkeys(NAMES, torch.zeros(num_draft, 0))
-    # The newest token of the first step is the first one that the model wrote; the last draft ends with the text.
+    # The newest token of the first step is the first generated token; the last draft ends with the text.
     first, end = text.begin - guesses[0].start, len(text.row) - 1 - guesses[-1].start
     figures: dict[str, list[torch.Tensor]] = {name: [] for name in NAMES}
     for guess in guesses:
@@ -98,7 +98,7 @@ def accept_probs(base: BaseModel, text: Text, guesser: Guesser, num_draft: int) 
         q, p = (values.log_softmax(-1).gather(-1, emitted[:, None])[:, 0] for values in (logits, model))
         figures["overlap"].append(overlap(model, logits))
         figures["greedy"].append((logits.argmax(-1) == emitted).float())
-        # Whether the draft's logits draw the token that the model has drawn with the same noise.
+        # Whether the draft's logits yield the token that the model drew with the same noise.
         figures["coupled"].append((coupled_sample(logits, places, sampling) == emitted).float())
         # min(1, q / p): of the emitted tokens, max(p - q, 0) were not drafted.
         figures["probabilistic"].append((q - p).exp().clamp(max=1.0))

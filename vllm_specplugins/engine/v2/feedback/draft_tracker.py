@@ -25,13 +25,12 @@ class DraftTracker:
     """Tracks the drafts of all request slots. The padding rows of a graph use the slot after the last one.
 
     Args:
-        num_stages: of a cascade; 1 for a single method.
+        num_stages: number of stages of a cascade; 1 for a single method.
 
-    Attributes:
-        accept_probs: [rows, K], of this step's drafts, 0 after a draft's end.
-        shared_probs: the same by slot, in memory that the host can also read; None: see new_accept_probs.
-        learned: the observed draft if it is not the one sent.
-        fates: the last draft's outcome, (accepted + 1, rejected), [R] int32 each.
+    Attributes: accept_probs: [rows, K], probabilities of this step's drafts, 0 after a draft's end. shared_probs: the
+        same by slot, in memory that the host can also read; None in the cases of new_accept_probs. learned: the
+        observed draft, if it differs from the sent one. fates: the last draft's outcome, (accepted + 1, rejected), [R]
+        int32 each.
     """
 
     learned: DraftArrays | None = None
@@ -42,11 +41,11 @@ class DraftTracker:
         self._padding, self.device = num_slots, device
         slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._rows = Rows(slots, *torch.zeros(2, num_slots, dtype=torch.int32, device=device))
-        self._num_rows, self._rests = 0, False  # of the step before: the rows after them are padding
+        self._num_rows, self._rests = 0, False  # rows of the previous step: later rows are padding
         self._step_rows = list(self._rows)  # without the padding
         self.accept_probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self.shared_probs = new_accept_probs(num_slots, max_num_draft, device)
-        self._reports: AcceptProbs | None = None  # of `worth`, by slot
+        self._reports: AcceptProbs | None = None  # reports of `worth`, by slot
         self._state = new_state(num_stages, num_slots + 1, max_num_draft, device)
         self._num_draft = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
@@ -74,17 +73,18 @@ class DraftTracker:
         self.tally.begin(bool(sampled))
 
     def rest(self) -> None:
-        """Records a step without drafts. The next drafts get probability 1, so they are verified as a whole."""
+        """Records a step without drafts. The next drafts get the probability 1, so the step verifies them as a
+        whole."""
         if self.shared_probs is None:
             self.accept_probs.fill_(1.0)
         else:
             if not self._rests:
                 self.shared_probs.newest.fill_(1.0)
-            self.shared_probs.host.fill(1.0)  # in each such step: an earlier write of the device may come after it
+            self.shared_probs.host.fill(1.0)  # in each such step, since an earlier write of the device may arrive later
         self._rests = True
 
     def rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots and numbers of sampled tokens, [R] each. A padding row has any slot and 0 tokens."""
+        """Returns slots and numbers of sampled tokens, [R] each. A padding row has any slot and 0 tokens."""
         slots, num_sampled, _ = self.step_rows(num_rows)
         return slots.clamp(max=self._padding - 1), num_sampled
 
@@ -97,7 +97,8 @@ class DraftTracker:
         acceptance.observe(self._state, slots, *(self.fates or fates))
 
     def worth(self, drafts: DraftArrays, other: Other | None = None, reports: bool = False) -> Worth:
-        """Compares drafts with another stage. `reports`: whether the host will read the gains and the stage's rates."""
+        """Compares drafts with another stage. `reports` states whether the host will read the gains and the stage's
+        rates."""
         slots, table = self._rows.slots[: len(drafts.num_draft)], None
         if reports and self._reports is not None:
             table = self._reports.mapped
@@ -108,7 +109,7 @@ class DraftTracker:
         self.worth(drafts, reports=True)
 
     def survivals(self, drafts: DraftArrays) -> torch.Tensor:
-        """[R, K], the probability that a draft is accepted up to each position."""
+        """Returns the probability that a draft is accepted up to each position, [R, K]."""
         slots = self._rows.slots[: len(drafts.num_draft)]
         survival: torch.Tensor = survivals(self._state, slots, _rated(drafts))
         return survival
@@ -120,7 +121,8 @@ class DraftTracker:
             self._reports.host[:] = NEW_REPORT
 
     def reports(self, slots: np.ndarray) -> np.ndarray | None:
-        """[R, 2], those of DrafterLength for these slots, one or two steps old; None if ranks might read others."""
+        """Returns the reports for DrafterLength of these slots, [R, 2], one or two steps old; None if ranks might read
+        different ones."""
         return None if self._reports is None else self._reports.host[slots].astype(np.float64)
 
     def keep(self, drafts: DraftArrays, wanted: torch.Tensor, rates: bool) -> None:

@@ -1,4 +1,4 @@
-"""Model Runner V2: copies from the device to the host without a wait in any step, and reports the true lengths of
+"""Model Runner V2: copies data from the device to the host while no step waits, and reports the actual lengths of
 drafts to the scheduler; vLLM's handler reports K for each draft."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +14,13 @@ from vllm_specplugins.engine.messages import DraftLengths
 
 
 class AsyncCopy:
-    """Copies a few numbers per row of a step, [num_reqs, any], to the host. Only a reader waits for the copy."""
+    """Copies a few numbers per row of a step, [num_reqs, any], to the host. Only the reader waits for the copy."""
 
     def __init__(self, request_ids: Sequence[str], values: torch.Tensor):
         self.request_ids = list(request_ids)
         self._values = values.to("cpu", non_blocking=True)
-        # The runner's platform defines this class; the events of vLLM's CPU worker have always happened. A thread that
-        # waits for a blocking event sleeps; for another one it would spin on a core.
+        # The runner's platform defines this class; the events of vLLM's CPU worker are always complete. A thread that
+        # waits for a blocking event sleeps; otherwise it would keep a core busy.
         self._arrived = torch.cuda.Event(blocking=True)
         self._arrived.record()
 
@@ -30,7 +30,7 @@ class AsyncCopy:
 
 
 class ArrivingLengths(DraftLengths):
-    """The number of draft tokens of each request, while it is copied. Pickling waits for the copy."""
+    """The numbers of draft tokens of requests, during their copy to the host. Pickling waits for the copy."""
 
     def __init__(self, arriving: AsyncCopy):
         self._arriving = arriving
@@ -65,9 +65,8 @@ class SampledTokens:
 class DraftReport:
     """A runner's `draft_tokens_handler`.
 
-    Attributes:
-        trims: whether the device trims drafts. Otherwise all have the planned length, and only structured output reads
-        them.
+    Attributes: trims: whether the device trims drafts. Otherwise all drafts have the planned length, and only
+        structured output reads them.
     """
 
     trims: Callable[[], bool] = staticmethod(lambda: False)
@@ -90,6 +89,6 @@ class DraftReport:
         return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
 
     def num_draft(self) -> DraftLengths | None:
-        """The lengths of drafts, for a scheduler that plans before the drafts exist. The lengths of trimmed drafts are
-        not sent, since they would cut the draft of a later step."""
+        """Returns the lengths of drafts, for a scheduler that plans before the drafts exist. It omits the lengths of
+        trimmed drafts, since they would shorten the draft of a later step."""
         return None if self.trims() else self._lengths

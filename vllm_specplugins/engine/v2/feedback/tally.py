@@ -1,4 +1,4 @@
-"""Model Runner V2: totals of drafts and their outcomes on the device. Each report starts a copy to the host, which the
+"""Model Runner V2: counts drafts and their outcomes on the device. Each report starts a copy to the host, which the
 next report reads, so no step waits. R: rows of the batch or of a graph, K: max draft tokens, M: stages."""
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from vllm_specplugins.kernels.steps import KINDS, SUMS, Rows, Staged, Totals, ta
 
 
 class Tally:
-    """Totals of all requests, and of each request for its acceptance rate.
+    """The totals of all requests, and of each request for its acceptance rate.
 
     Args:
         num_stages: M; 0: one total for all stages.
@@ -24,7 +24,7 @@ class Tally:
 
     def __init__(self, num_slots: int, max_num_draft: int, num_stages: int, device: torch.device):
         width = max_num_draft + 2
-        # The cells of kernels/steps, then tokens that were drawn from logits that are not finite.
+        # The cells of kernels/steps, and then the number of tokens that were drawn from logits that are not finite.
         of_stages = (num_stages, len(KINDS), max_num_draft), (num_stages, len(SUMS))
         self._shapes = (width, width), (2, width), *of_stages, (1,)
         sizes = [int(np.prod(shape)) for shape in self._shapes]
@@ -34,7 +34,7 @@ class Tally:
         self._by_slot = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)  # verified, accepted
         self._counts_now, self._drafted, self._rests = True, max_num_draft, 0
         self._slots: dict[str, int] = {}
-        self._over: list[AsyncCopy] = []  # of requests that are over
+        self._over: list[AsyncCopy] = []  # copies for ended requests
         self._arriving: AsyncCopy | None = None
         self._moved = np.zeros(len(self._totals), np.int64)
 
@@ -44,16 +44,16 @@ class Tally:
             self._once.fill_(counts)
 
     def rests(self, input_batch: Any, length: int) -> bool:
-        """Whether this step drafts nothing, like the last one, and does not verify the draft of a request that the step
-        before had no room for."""
+        """Returns whether this step and the last one draft nothing, and this step verifies no draft of a request that
+        the last step had no room for."""
         return not (length or self._drafted or input_batch.has_prefill or input_batch.num_draft_tokens)
 
     def note(self, length: int, num_rests: int) -> None:
-        """Counts a step that drafts up to `length` tokens, and the requests that rest in it."""
+        """Counts a step that drafts up to `length` tokens, and the requests that draft nothing in it."""
         self._drafted, self._rests = length, self._rests + num_rests
 
     def start(self, slots: dict[str, int]) -> None:
-        """Clears the slots of requests that are new, or resumed after a preemption."""
+        """Clears the slots of requests that are new, or that resume after a preemption."""
         self._slots |= slots
         self._by_slot.index_fill_(0, async_tensor_h2d(np.array(list(slots.values())), self._by_slot.device), 0)
 
@@ -61,8 +61,8 @@ class Tally:
         """Does nothing, since the device counts."""
 
     def take(self, request_ids: Sequence[str]) -> list[float]:
-        """Returns the acceptance rates of requests that had ended at the last call, and starts a copy for those that
-        have ended since."""
+        """Returns the acceptance rates of requests that ended before the last call, and starts a copy for requests that
+        ended since."""
         pairs = np.concatenate([np.zeros((0, 2), np.int64), *(arriving.values() for arriving in self._over)])
         slots = [slot for request_id in request_ids if (slot := self._slots.pop(request_id, None)) is not None]
         self._over.clear()
@@ -105,7 +105,7 @@ class Tally:
             more[start:end].reshape(shape)
             for start, end, shape in zip(self._starts, self._starts[1:], self._shapes, strict=False)
         )
-        drafts[0, 0] += fates[1:].sum() - drafts.sum()  # rows within a prompt and of padding are no requests
+        drafts[0, 0] += fates[1:].sum() - drafts.sum()  # rows within a prompt and padding rows do not count
         counters.add_fates(_histogram(fates[1:, 1:]))
         counters.add_drafts(int(drafts[1].sum()), {at: num for (at,), num in _histogram(drafts.sum(axis=0)).items()})
         if num_broken := int(broken[0]):

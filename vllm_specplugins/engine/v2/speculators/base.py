@@ -1,5 +1,5 @@
-"""Model Runner V2: the base of our speculators, with the buffers of those that run the target's layers. Nothing here
-waits for the device. Rows in the middle of their prompt also draft: the scheduler drops their tokens, and later steps
+"""Model Runner V2: the base class of the plugin's speculators, with the buffers for running the target's layers. No
+code here waits for the device. Rows within their prompt also draft; the scheduler drops their tokens, and later steps
 overwrite their slots of the KV cache."""
 
 from collections.abc import Sequence
@@ -38,25 +38,25 @@ class Watcher(Protocol):
 
 
 class Speculator(DraftModelSpeculator):
-    """For V2, a draft model without weights and attention layers. `idx_mapping` holds the slots of the rows. Drafting
-    reads vLLM's request states from buffers that a graph can read. Sampling parameters are copied once per request,
-    since vLLM's copies move."""
+    """A draft model without weights and attention layers, from V2's view. `idx_mapping` holds the slots of the rows.
+    Drafting reads vLLM's request states from buffers that a graph can read. Sampling parameters are copied once per
+    request, since vLLM moves its copies."""
 
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
     report: DraftReport
     session: Session  # set by runner.attach
-    offers: Any = None  # the source of drafts that vLLM's drafter makes for a cascade; set by runner.while_built
-    offer: Any = None  # those of this step; None: it failed, or there is none
+    offers: Any = None  # source of the drafts of vLLM's drafter for a cascade; set by runner.while_built
+    offer: Any = None  # drafts of this step; None: the drafter failed, or there is none
     runner: Any  # set by `attach`
-    reads_tokens = True  # whether the host follows the tokens of requests
+    reads_tokens = True  # whether the host tracks the tokens of requests
     adapters: Adapters | None = None
-    verified: Verified | None = None  # of all slots of requests
-    is_off = False  # whether a kernel failed its check, so that nothing is drafted
-    num_off: int = 0  # steps in a row in which drafting is switched off; the first one counts the last drafts
-    late: Any = None  # drafts made in a thread; see late.py
-    watchers: list[Watcher]  # of requests and of what steps read
-    _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone
+    verified: Verified | None = None  # sampling parameters of all slots
+    is_off = False  # whether a kernel failed its check, which ends drafting
+    num_off: int = 0  # number of steps in a row with drafting switched off; the first one counts the last drafts
+    late: Any = None  # drafts of a thread (late.py)
+    watchers: list[Watcher]  # objects that watch requests and what steps read
+    _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with only the newest token
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -72,18 +72,18 @@ class Speculator(DraftModelSpeculator):
         kinds = {type(method_config) for row, method_config in drafters(config.plugin_config) if row.runs_target}
         if kinds != {EarlyExitConfig}:
             self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
-        if config.draws and verifies():  # with all parameters of a request
+        if config.draws and verifies():  # with all sampling parameters
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
             self.verified = Verified(self.temperature, self.seeds, *limits)
         if self.draft_logits is not None:
-            # One row more takes the drafts of padding.
+            # One additional row receives the drafts of padding rows.
             shape, dtype = (rows + 1, *self.draft_logits.shape[1:]), self.draft_logits.dtype
-            self.draft_logits = None  # there may not be room for both
+            self.draft_logits = None  # memory may not suffice for both
             self._draft_logits = torch.zeros(shape, dtype=dtype, device=device)
             self.draft_logits = self._draft_logits[:rows]
 
     def attach(self, runner: Any) -> None:
-        """Connects to a runner that has loaded nothing yet, once there is a session."""
+        """Connects to a runner that has loaded nothing yet, when the session exists."""
         self.runner = runner
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class Speculator(DraftModelSpeculator):
             self.draft_logits[..., 0] = 0.0
 
     def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
-        """How many tokens a drafter of vLLM drafts for each request: one of these numbers, which rise."""
+        """Returns the number of tokens that a drafter of vLLM drafts for each request: one of these rising numbers."""
         return lengths[-1]
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -113,7 +113,8 @@ class Speculator(DraftModelSpeculator):
         self.supports_decode_metadata_update &= all(updates_in_place(group) for group in chain(*self.attn_groups))
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
-        """Builds metadata for the target's layers and hides them, since the runner must not see layers of ours."""
+        """Builds metadata for the target's layers and hides them, since the runner must find no layers of the
+        speculator."""
         if not self.runs_target:
             return
         no_layers: set[str] = self.draft_attn_layer_names
@@ -141,14 +142,14 @@ class Speculator(DraftModelSpeculator):
         aux_hidden_states: Any,
         num_sampled: torch.Tensor,  # [num_reqs]
         num_rejected: torch.Tensor,  # [num_reqs]
-        *states: Any,  # of requests, as we know them
+        *states: Any,  # vLLM's states of requests, which are not used
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Returns drafts [num_reqs, K] int64, padded with 0, which can be verified as a token."""
+        """Returns drafts [num_reqs, K] int64, padded with 0, which is a valid token."""
         num_reqs = input_batch.num_reqs
         if self.is_off:
             self.report.tell(DraftLengths(input_batch.req_ids, [0] * num_reqs))
@@ -170,27 +171,27 @@ class Speculator(DraftModelSpeculator):
         return self.draft_tokens[:num_reqs]
 
     def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
-        """The rows of the states from which the newest tokens were sampled, [num_reqs]."""
+        """Returns the rows of the states from which the newest tokens were sampled, [num_reqs]."""
         num_reqs = input_batch.num_reqs
         return input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
 
     def plan_for(self, seq_lens: torch.Tensor) -> None:
-        """Sets the longest context that attention plans for, on the host: these lengths plus a draft. Not for
-        graphs."""
-        max_model_len = self.vllm_config.model_config.max_model_len  # vLLM may have fitted it to the memory
+        """Sets the longest context for which attention plans, on the host: these lengths plus a draft. Graphs do not
+        use it."""
+        max_model_len = self.vllm_config.model_config.max_model_len  # vLLM may have reduced it to fit the memory
         self.draft_max_seq_len = min(int(seq_lens.max()) + self.num_speculative_steps, max_model_len)
 
     def _edit_of(self, input_batch: Any) -> Any:
-        """Returns `draft.Target.edit`. It is rare, so a step that needs it drafts without a graph."""
+        """Returns `draft.Target.edit`. A step that needs it drafts without a graph, since it is rare."""
         sampler = self.runner.rejection_sampler
-        if not hasattr(sampler, "editor") or sampler.was_plain(input_batch):  # vLLM's has no editor
+        if not hasattr(sampler, "editor") or sampler.was_plain(input_batch):  # vLLM's sampler has no editor
             return None
         return sampler.editor.edit_of_drafts(input_batch.idx_mapping.long(), input_batch.idx_mapping_np)
 
     def _batch_of(
         self, input_batch: Any, edit: Any = None, attends: bool = True, asked: Sequence[int] | None = None
     ) -> DraftBatch:
-        """The batch, with the offers for rows of it that are `asked` on the host."""
+        """Returns the batch, with the offers for rows of it that are `asked` on the host."""
         num_reqs, forward = input_batch.num_reqs, None
         if self.runs_target:
             forward = PagedForward(
@@ -202,7 +203,7 @@ class Speculator(DraftModelSpeculator):
         return DraftBatch(input_batch.req_ids, (), max_num_draft, [{}] * num_reqs, target, offer)
 
     def _target(self, num_rows: int, forward: Any, edit: Any) -> Target:
-        """The target for these rows, from the states of requests; padding rows have no request's token."""
+        """Returns the target for these rows, from the states of requests; padding rows have no request's token."""
         req_states, verified = self._req_states, self.verified
         limits = () if verified is None else (verified.top_k, verified.top_p, verified.min_p)
         last_token_ids, num_tokens, temperature, seeds, *limits = newest(

@@ -1,5 +1,5 @@
-"""Model Runner V2: a drafter of vLLM as a stage of a cascade. vLLM's factory creates it. It reads all tokens of every
-step, so its KV cache is complete."""
+"""Model Runner V2: runs a drafter of vLLM as a stage of a cascade. vLLM's factory creates the drafter, which reads all
+tokens of every step, so its KV cache is complete."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -56,8 +56,8 @@ class BuiltInDrafts:
         return self
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
-        """Chooses, for each row, the previous source's draft or this one's with the lookup's tokens after it, whichever
-        gains more."""
+        """Chooses, for each row, the draft with the larger gain: the previous source's draft, or this draft followed by
+        the lookup's tokens."""
         assert prefix is not None
         drafts, gains = self.drafts(limits), None
         joined = self._lookups.continued(batch, drafts)
@@ -107,8 +107,8 @@ class DraftsForHost:
 
 
 class TrimmedGraphs(SpeculatorCudaGraphManager):
-    """vLLM's graphs of a drafter's first step, for any lengths up to `longest`, as for the target if the device trims
-    drafts; None if the batch has a prompt."""
+    """Returns vLLM's graphs of a drafter's first step, for any lengths up to `longest`, as for the target if the device
+    trims drafts; None if the batch has a prompt."""
 
     longest: int | None = None
 
@@ -119,9 +119,9 @@ class TrimmedGraphs(SpeculatorCudaGraphManager):
 def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
     """Creates vLLM's speculator so that it reports each token's acceptance probability, from a head (dspark) or from
     vLLM's estimator, which reads the draft's logits. draft_model reports none: it has no graphs, and the estimator
-    would need a launch per token. vLLM reports probabilities only under adaptive verification, so the factory alone
-    sees that setting, and our gate trims the drafts. The estimator ignores outcomes, since the verified
-    tokens often come from another stage; the gate's records do.
+    would need a launch per token. vLLM reports probabilities only under adaptive verification, so only the factory sees
+    that setting, and the gate trims the drafts. The estimator ignores outcomes, since the verified tokens often come
+    from another stage; the gate records the outcomes.
     """
     alone = for_built_in(vllm_config)
     speculative_config = alone.speculative_config
@@ -136,7 +136,7 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
 
 
 def context_alone(theirs: Any) -> dict[str, Any]:
-    """Attributes that make a drafter of whole blocks (dflash, dspark) read verified tokens without drafting."""
+    """Returns attributes that make a drafter of whole blocks (dflash, dspark) read verified tokens without drafting."""
     if not isinstance(theirs, DFlashSpeculator):
         return {}
     without = theirs.vllm_config, theirs.device, CUDAGraphMode.NONE, theirs.num_query_per_req
@@ -145,9 +145,9 @@ def context_alone(theirs: Any) -> dict[str, Any]:
 
 
 def recorded_for_each_length(theirs: Any) -> Callable[[int], Sequence[int]]:
-    """Makes vLLM record a drafter's later steps for each number of them, since one graph of all would run them all.
-    Returns a function that returns the lengths, up to one, that differ in time. The shortest one takes in the verified
-    tokens, which yields one token, or none from a drafter of whole blocks."""
+    """Makes vLLM record a drafter's later steps for each number of steps, since a graph of all steps would always run
+    all of them. Returns a function from a length to the lengths up to it that differ in time. The shortest length reads
+    the verified tokens, which yields one token, or none from a drafter of whole blocks."""
     lengths = [(size, size, number) for size, number in enumerate(range(2, theirs.num_speculative_steps + 1), 1)]
     each = not isinstance(theirs, DFlashSpeculator | TargetDependentARSpeculator)
     if isinstance(theirs, TargetDependentARSpeculator) and 1 < len(lengths) <= theirs.max_num_reqs:
@@ -199,7 +199,7 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
         """Records its first step, which reads verified tokens and is as wide as a step of the target."""
         with replaced(theirs, {"num_speculative_steps": max_num_draft}):
             original_init(cudagraph_mode)
-        # Its layers use the target's metadata, whose graphs are of any lengths where all layers attend alike.
+        # Its layers use the target's metadata, whose graphs allow any lengths if all layers have the same attention.
         backends = {group.backend for groups in theirs.target_attn_groups for group in groups}
         if ours.enable_adaptive_verification and len(backends) == 1:
             arguments = theirs.vllm_config, theirs.device, cudagraph_mode, max_num_draft + 1
@@ -211,7 +211,7 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
 
     def propose_both(input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         theirs_now = partial(drafted, input_batch, *args, dummy_run=dummy_run, **kwargs)
-        if dummy_run:  # the engine starts, or another rank works: a fault is the engine's
+        if dummy_run:  # the engine starts, or another rank runs: a fault belongs to the engine
             ours.offer = theirs_now()
         else:
             takes_in_prompts = input_batch.num_tokens > input_batch.num_reqs * (1 + theirs.num_speculative_steps)

@@ -1,6 +1,6 @@
-"""Model Runner V2: drafts of another package's `device.DeviceProposer`. After an exception, or a result of another
-form, it drafts nothing until the engine starts again, since no Python runs in a recorded graph. Requests continue. On
-one of several ranks, which draft alike, a fault ends the process."""
+"""Model Runner V2: drafts with another package's `device.DeviceProposer`. After an exception, or an invalid result, it
+drafts nothing until the engine starts again, since no Python runs in a recorded graph. Requests continue. On one of
+several ranks, which draft alike, a fault ends the process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from vllm_specplugins.structures.drafts import columns
 
 
 class CustomDrafts:
-    """A part of the first source on the device, like the tables of a lookup."""
+    """The drafts of such a proposer, as a part of the first source on the device."""
 
     proposer: Any  # set by Lookups.new_proposer, as num_ranks
     num_ranks = 1
-    stop: Callable[[], None]  # the speculator's; set by DeviceSpeculator.attach
+    stop: Callable[[], None]  # the speculator's `stop`; set by DeviceSpeculator.attach
 
     def __init__(self, req_states: Any, max_num_draft: int, vocab_size: int):
         self._texts = DeviceTexts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
@@ -36,7 +36,7 @@ class CustomDrafts:
             self._call(lambda: self.proposer.forget(gone))
 
     def probe(self) -> None:
-        """Drafts once in a capture of its own: a wait would end the capture of a graph, with all that it records."""
+        """Drafts once in a separate capture, since a wait would end the capture of a graph with everything in it."""
         rows = torch.zeros_like(self._texts.lengths[:1], dtype=torch.int64)
         room, found = rows.int() + self._max_num_draft, list[Exception]()
         try:
@@ -45,13 +45,13 @@ class CustomDrafts:
                     self.proposer.draft(self._texts, rows, room)
                 except Exception as error:
                     found.append(error)
-        except Exception as error:  # of a stream that is no longer captured
+        except Exception as error:  # the stream may no longer be captured
             found.append(error)
         if found:
             self._fail(found[0])
 
     def match(self, slots: torch.Tensor, limits: torch.Tensor, longest: int | None) -> Match:
-        """The draft of each row as a match, cut at limits [R] and before a token outside the vocabulary."""
+        """Returns the draft of each row as a match, cut at limits [R] and before a token outside the vocabulary."""
         zeros = slots.new_zeros(len(slots), self._max_num_draft, dtype=torch.int32)
         rows = slots.clamp(max=len(self._texts.lengths) - 1)
         given = self._texts, rows, limits
@@ -67,7 +67,7 @@ class CustomDrafts:
         return zeros, num_draft, confidence.clamp(0, LONGEST_MATCH)
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        """The result; None after a fault."""
+        """Returns the proposer's result, or None after a fault."""
         if self._has_failed:
             return None
         try:

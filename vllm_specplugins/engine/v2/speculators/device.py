@@ -1,7 +1,7 @@
-"""Model Runner V2: lookups, a model proposer, or a lookup with a model proposer or a drafter of vLLM, on the device and
-without a wait. One CUDA graph per batch size and number of steps records matching, drafting, the choice, acceptance
-probabilities and counters. All ranks of a tensor-parallel group draw the same noise, and therefore the same tokens. R:
-rows of the batch or of a graph, K: max tokens of a draft."""
+"""Model Runner V2: runs lookups, a model proposer, or a lookup with a model proposer or a drafter of vLLM, on the
+device and without waiting. One CUDA graph per batch size and number of steps records matching, drafting, the choice,
+acceptance probabilities and counters. All ranks of a tensor-parallel group draw the same noise, and therefore the same
+tokens. R: rows of the batch or of a graph, K: max tokens of a draft."""
 
 import time
 from collections.abc import Sequence
@@ -49,22 +49,22 @@ class DeviceSpeculator(Speculator):
         self.late = self.lookups.late
         self.reads_tokens = self.late is not None
         self._steps_alone = isinstance(config.method_config, EarlyExitConfig)
-        # vLLM's estimator rates an exit that is alone, in fewer launches; it does not know lookups.
+        # vLLM's estimator rates a single exit in fewer launches; it does not support lookups.
         self.use_acceptance_estimator &= self._steps_alone
         self._steps = torch.arange(max_num_draft, device=device)
         self.outcomes = DraftTracker(max(1, len(stages)), req_states, max_num_draft, device)
         self.draft_token_confidence_probs, self.tally = self.outcomes.accept_probs, self.outcomes.tally
         if self._policy is not None and vllm_config.parallel_config.data_parallel_size == 1:
-            self.outcomes.watch_worth()  # data-parallel engines run a drafter's experts together
+            self.outcomes.watch_worth()  # data-parallel engines run the experts of a drafter together
         self._drafter_length = DrafterLength()
-        self._wanted: Any = None  # kernels.steps.Wanted, of the rows that were mapped last
-        self._num_steps = 0  # of a model
+        self._wanted: Any = None  # kernels.steps.Wanted of the rows that were mapped last
+        self._num_steps = 0  # number of steps that a model drafts
         self._step_counts: tuple[int, ...] = (0,)
         if self.runs_target:
             self._step_counts = lengths_up_to(self.limits.of_stages[MODEL] if stages else max_num_draft)
         self._model: Any = None  # the proposer that runs a part of the target
-        self._graphs: Any = None  # of the newest step
-        self._graphs_of: dict[int, Any] = {}  # by the number of steps
+        self._graphs: Any = None  # graphs of the newest step
+        self._graphs_of: dict[int, Any] = {}  # by number of steps
 
     def attach(self, runner: Any) -> None:
         super().attach(runner)
@@ -82,7 +82,7 @@ class DeviceSpeculator(Speculator):
         self.report.trims = lambda: is_async and not self.is_off and runner.adaptive_verification is not None
 
     def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
-        """Builds the barrier's proposer, and the sources with which the speculator drafts."""
+        """Builds the proposer for the barrier, and the sources of the speculator's drafts."""
         if self._policy is None and self.lookups:
             self._sources = [self.lookups]
             return self.lookups.new_proposer(config, context)
@@ -104,13 +104,13 @@ class DeviceSpeculator(Speculator):
         return DeviceModel(proposer, self.outcomes)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Called after `set_attn`."""
+        """Prepares the graphs; vLLM calls it after `set_attn`."""
         records = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         if records and not self.is_off and self.lookups.custom is not None:
             self.lookups.custom.probe()
         if self.is_off or not records:
             return
-        has_adapters = self.vllm_config.lora_config is not None  # the host says at each launch which rows run them
+        has_adapters = self.vllm_config.lora_config is not None  # the host sets the rows that use them at each launch
         if self.runs_target and (has_adapters or not self.supports_decode_metadata_update):
             return
         for num_steps in self._step_counts:
@@ -153,8 +153,8 @@ class DeviceSpeculator(Speculator):
             self.session.barrier.forget(sorted(request_ids))
 
     def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
-        """From what the device has reported, and from times if drafts are trimmed. Without times a drafter drafts all
-        tokens, or the fewest while every lookup gains as many."""
+        """Chooses by the device's reports, and by times if drafts are trimmed. Without times a drafter drafts all
+        tokens, or the fewest while every lookup gains the same number."""
         reports, budget = self.outcomes.reports(input_batch.idx_mapping_np), self.session.budget
         if reports is None or len(lengths) < 2:
             return lengths[-1]
@@ -165,8 +165,8 @@ class DeviceSpeculator(Speculator):
         return lengths[0 if (reports[:, 0] >= self.limits.of_stages[MODEL]).all() else -1]
 
     def rests(self, input_batch: Any, length: int) -> bool:
-        """Whether this step drafts nothing, like the last one. While drafting is on, a drafter of vLLM must see all
-        tokens."""
+        """Returns whether this step and the last one draft nothing. While drafting is on, a drafter of vLLM must read
+        all tokens."""
         return (self.offers is None or self.num_off > 1) and self.tally.rests(input_batch, length)
 
     def note(self, input_batch: Any, length: int, rests: bool) -> None:
@@ -198,7 +198,7 @@ class DeviceSpeculator(Speculator):
         longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
         self._map_rows(input_batch.num_reqs)
         batch = self._batch_of(input_batch, edit)
-        if not self.runs_target:  # a lookup's kernels, as in graphs
+        if not self.runs_target:  # the kernels of a lookup, as in graphs
             self._draft_on_device(batch.target, num_steps, longest)
             return
         guard.begin_step()
@@ -207,7 +207,8 @@ class DeviceSpeculator(Speculator):
         self.session.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
-        """A dummy run costs as much as drafting, and belongs to no request. Without attention there is no KV cache."""
+        """Runs a dummy run, which costs as much as drafting and belongs to no request. Without attention there is no KV
+        cache."""
         num_reqs, self._num_steps = input_batch.num_reqs, self._step_counts[-1]
         self._begin(num_reqs, self.num_speculative_steps)
         if not is_profile and self._replays(num_reqs):
@@ -222,7 +223,8 @@ class DeviceSpeculator(Speculator):
         self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
-        """Drafts by a graph of so many steps and rows, maybe with padding rows; returns whether there is one."""
+        """Drafts with a graph of this number of steps and batch size, possibly with padding rows. Returns whether there
+        is one."""
         self._graphs = graphs = self._graphs_of.get(self._num_steps)
         if graphs is None:
             return False
@@ -252,7 +254,7 @@ class DeviceSpeculator(Speculator):
         return True
 
     def _keep(self, drafts: DraftArrays, wanted: torch.Tensor) -> None:
-        """Counts drafts, and puts them and their logits where vLLM's verification reads them."""
+        """Counts drafts, and writes them and their logits to the tensors that vLLM's verification reads."""
         self.outcomes.keep(drafts, wanted, self._rates)
         requests = self.idx_mapping[: len(wanted)]
         self.draft_tokens[: len(wanted)] = drafts.token_ids
@@ -265,22 +267,23 @@ class DeviceSpeculator(Speculator):
         put_logits(self._draft_logits, requests, drafts.token_ids, drafts.logits, is_certain)
 
     def _draft_nothing(self, num_reqs: int) -> None:
-        """Puts certain tokens in place of drafts after a fault, since vLLM verifies planned tokens."""
+        """Replaces drafts by deterministic tokens after a fault, since vLLM verifies planned tokens."""
         none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
-        self.outcomes.fates = self.outcomes.learned = None  # an earlier step's, of other rows
+        self.outcomes.fates = self.outcomes.learned = None  # values of an earlier step with other rows
         self.outcomes.accept_probs[:num_reqs].zero_()
         drafts = of_stage(0, none[:, None].repeat(1, self.num_speculative_steps), none, none.float())
         self._keep(drafts._replace(by_stage=(none - 1, none - 1) if self._policy else ()), none)
 
     @property
     def _rates(self) -> bool:
-        """Whether the stages' records estimate acceptance probabilities."""
+        """Returns whether the stages' records estimate acceptance probabilities."""
         chooses = self.offers is not None and self._policy == "auto"
         return bool(self.lookups) and (self.enable_adaptive_verification or chooses)
 
     @property
     def _estimate(self) -> Any:
-        """A callback (step, logits) by which vLLM's estimator rates each token; None where no draft is trimmed."""
+        """Returns a callback (step, logits) with which vLLM's estimator rates each token; None if no draft is
+        trimmed."""
 
         def estimate(step: int, logits: torch.Tensor) -> None:
             self._maybe_predict_acceptance(logits, self.idx_mapping[: len(logits)], self._steps[step])

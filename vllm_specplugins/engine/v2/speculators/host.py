@@ -1,4 +1,4 @@
-"""Model Runner V2: a proposer that reads tokens on the host, with or without the target's layers. It waits for one
+"""Model Runner V2: runs a proposer that reads tokens on the host, with or without the target's layers. It waits for one
 small copy of the sampled tokens per step. Under tensor parallelism, rank 0 drafts for all ranks unless the target's
 layers draft: after a time-out on one rank, the ranks would verify different drafts."""
 
@@ -23,7 +23,7 @@ from vllm_specplugins.stage import stage_of
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.structures.drafts import put_logits
 
-_NO_TOKENS = view(np.zeros(1, np.int32))  # of rows without a history
+_NO_TOKENS = view(np.zeros(1, np.int32))  # text of rows without a history
 
 
 class HostSpeculator(Speculator):
@@ -31,10 +31,10 @@ class HostSpeculator(Speculator):
         super().__init__(vllm_config, device, req_states)
         self._requests: dict[str, Request] = {}
         self._offsets = torch.arange(-self.num_speculative_steps - 1, 0, device=device)
-        self.tally: Tally | None = None  # of the logits that tokens were drawn from
+        self.tally: Tally | None = None  # counts of logits from which tokens were drawn
         if self.draft_logits is not None:
             self.tally = Tally(self.max_num_reqs, self.num_speculative_steps, 0, device)
-        self._drafted_at = 0.0  # when the last drafting ended
+        self._drafted_at = 0.0  # time at which the last drafting ended
         self._scheduler_drafts = vllm_config.speculative_config.plan.scheduler_alone
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -44,7 +44,7 @@ class HostSpeculator(Speculator):
         """Nothing to capture."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Adds requests; a request may be the next turn of a session."""
+        """Adds requests, which may be the next turn of a session."""
         super().add(requests)
         self.remove({request.request_id for request in requests if request.request_id in self._requests})
         self._requests |= {request.request_id: request for request in requests if request.has_token_ids}
@@ -55,14 +55,15 @@ class HostSpeculator(Speculator):
             self.session.barrier.forget(sorted(request_ids), gone)
 
     def rests(self, input_batch: Any, length: int) -> bool:
-        """Whether drafting is switched off, and was; else a proposer on the host sees every token."""
+        """Returns whether drafting is off in this step and the last one; otherwise a proposer on the host reads every
+        token."""
         return self.num_off > 1 and not input_batch.has_prefill
 
     def note(self, input_batch: Any, length: int, rests: bool) -> None:
         self._drafted_at = time.perf_counter() if self.num_off else self._drafted_at
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
-        """A dummy run, which takes the memory and time of drafting. Without attention there is no KV cache yet."""
+        """Runs a dummy run, which takes the memory and time of drafting. Without attention there is no KV cache yet."""
         if not self.runs_target:
             return
         if self.tally is not None:
@@ -114,7 +115,7 @@ class HostSpeculator(Speculator):
         rows, accepted, rejected = self._read(input_batch, num_sampled, num_rejected)
         asked = list(range(num_reqs)) if self.runs_target else rows  # the target runs for all rows
         prompt_lengths = [0] * num_reqs
-        max_num_draft = np.zeros(num_reqs, np.int32)  # rows in the middle of their prompt want nothing
+        max_num_draft = np.zeros(num_reqs, np.int32)  # rows within their prompt want no draft
         token_ids: list[Int32Array] = [_NO_TOKENS] * num_reqs
         options: list[Any] = [{}] * num_reqs
         for row in rows:
@@ -130,7 +131,7 @@ class HostSpeculator(Speculator):
             max_num_draft=max_num_draft[asked],
             prompt_lengths=[prompt_lengths[row] for row in asked],
         )
-        # Read after the wait for the drafts of vLLM's drafter: its time is a part of the step's.
+        # The clock is read after the wait for vLLM's drafter, whose time is part of the step.
         step_ms = (time.perf_counter() - self._drafted_at) * 1000
         ids, num_decoded = [request_ids[row] for row in rows], int((1 + accepted + rejected).sum())
         times: dict[str, Any] = {"step_ms": step_ms}
@@ -145,8 +146,8 @@ class HostSpeculator(Speculator):
         return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs, draft.token_ids.shape[1])
 
     def _keep(self, draft: Draft) -> None:
-        """Copies a draft to where vLLM's verification reads it. If it is shorter than planned, vLLM also verifies the
-        tokens after its end, which get a one-hot q."""
+        """Copies a draft to the tensors that vLLM's verification reads. If the draft is shorter than planned, vLLM also
+        verifies tokens after its end, which get a one-hot q."""
         num_reqs, width = draft.token_ids.shape
         tokens, token_ids = self.draft_tokens[:num_reqs].zero_(), draft.token_ids  # vLLM 0.33 may have written -1
         if isinstance(token_ids, np.ndarray):  # tokens after a draft's end are arbitrary

@@ -1,6 +1,7 @@
-"""Model Runner V2: drafts of a proposer on the host, without a wait. It drafts in a thread from the tokens that have
-arrived, which are one or two steps old. The device compares the draft with the tokens sampled since; if they agree, the
-rest of the draft follows them. R: rows of the batch, L: 3 K + 2 tokens, a draft of K after two steps of K + 1 each."""
+"""Model Runner V2: drafts with a proposer on the host while no step waits. The proposer drafts in a thread from the
+tokens that have arrived, which are one or two steps old. The device compares the draft with the tokens sampled since;
+if they agree, the rest of the draft follows them. R: rows of the batch, L: 3 K + 2 tokens, for a draft of K after two
+steps of K + 1 tokens."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
 from vllm_specplugins.structures.arrays import Views
 from vllm_specplugins.structures.drafts import columns
 
-_SLOT, _START, _NUM_DRAFT, _CONFIDENCE, _TOKENS = range(5)  # columns of the table; tokens to its end
-MAX_UNREAD = 64  # steps that wait for a proposer that hangs or is switched off
-_READ_AT = 32  # steps after which it sees them, even if none drafts
+_SLOT, _START, _NUM_DRAFT, _CONFIDENCE, _TOKENS = range(5)  # columns of the table; the rest are tokens
+MAX_UNREAD = 64  # most steps that wait for a proposer that hangs or is switched off
+_READ_AT = 32  # number of steps after which it reads them, even if no request drafts
 
 
 def late_length(max_num_draft: int) -> int:
@@ -35,9 +36,9 @@ _Step = tuple[SampledTokens, list[tuple[int, Request]]]  # requests with their r
 
 
 class LateDrafts:
-    """Drafts made in the proposer's thread, and their table on the device."""
+    """The drafts of the proposer's thread, and their table on the device."""
 
-    guard: Guard  # of the proposer; set by runner.attach
+    guard: Guard  # guard of the proposer; set by runner.attach
 
     def __init__(self, req_states: Any, max_num_draft: int, vocab_size: int, device: torch.device):
         self._req_states, self._group = req_states, get_tp_group()
@@ -47,8 +48,8 @@ class LateDrafts:
         shape = req_states.max_num_reqs, _TOKENS + self._length
         self._table = torch.zeros(shape, dtype=torch.int32, device=device)
         self._requests: dict[str, Request] = {}
-        self._num_unread: dict[Request, int] = {}  # their steps in `_unread`, once they took part in one
-        self._ended: list[Request] = []  # the proposer has not seen all of their tokens
+        self._num_unread: dict[Request, int] = {}  # number of their steps in `_unread`
+        self._ended: list[Request] = []  # ended requests whose last tokens the proposer has not read
         self._unread, self._read = deque[_Step](), deque[_Step]()  # the proposer's thread takes the latter
         self._wants = True  # whether the newest step drafts
 
@@ -62,7 +63,7 @@ class LateDrafts:
         self._table[:, _NUM_DRAFT].index_fill_(0, async_tensor_h2d(slots, self._table.device), 0)
 
     def remove(self, request_ids: Any) -> None:
-        """Drops requests that ended or were preempted, once the proposer has seen their tokens."""
+        """Drops requests that ended or were preempted, after the proposer has read their tokens."""
         gone = [self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests]
         self._ended += [request for request in gone if request in self._num_unread]
 
@@ -88,7 +89,7 @@ class LateDrafts:
             self._group.broadcast(self._table, src=0)
 
     def settle(self) -> None:
-        """Shows the proposer all tokens that have arrived, since no step will follow for a while."""
+        """Passes all tokens that have arrived to the proposer, since no step may follow for a while."""
         if self._drafts:
             self.guard.settle()
             self._begin(False)
@@ -98,7 +99,7 @@ class LateDrafts:
         self._begin(self._wants)
 
     def _enter(self, drafted: tuple[Sequence[Request], Int32Array] | None) -> None:
-        """Puts drafts into the table, except those of ended requests, since another request may have their slot."""
+        """Writes drafts to the table, except for ended requests, since another request may have their slot."""
         if drafted is None:
             return
         requests, rows = drafted
@@ -111,7 +112,7 @@ class LateDrafts:
         return self._requests.get(request.request_id) is request
 
     def _begin(self, wants: bool) -> None:
-        """Shows the proposer the tokens that have arrived; on request it drafts for live requests."""
+        """Passes the tokens that have arrived to the proposer, which drafts for live requests if `wants` is True."""
         if not self.guard.can_start:
             return
         over, asked = self._asked()
@@ -130,13 +131,14 @@ class LateDrafts:
         self.guard.forget(over)
 
     def _asked(self) -> tuple[list[str], dict[str, Request]]:
-        """The ids of ended requests with all tokens here; and, by id, these and the requests with new tokens."""
+        """Returns the ids of ended requests whose tokens have all arrived; and, by id, these requests and those with
+        new tokens."""
         while self._unread and self._unread[0][0].arrived.query():
             self._read.append(self._unread.popleft())
             for _, request in self._read[-1][1]:
                 self._num_unread[request] -= 1
         asked = {request.request_id: request for request in reversed(self._ended) if not self._num_unread[request]}
-        # A request with the name of an ended one waits until the proposer forgets that.
+        # A request with the id of an ended one waits until the proposer forgets the ended one.
         over, ended = list(asked), {request.request_id for request in self._ended}
         for _, request in chain(*(requests for _, requests in self._read)):
             if request.request_id not in ended:
@@ -166,16 +168,18 @@ class LateDrafts:
         rows[:, _CONFIDENCE] = 1 if draft.confidence is None else draft.confidence.clip(1, LONGEST_MATCH)
         rows[:, _TOKENS : _TOKENS + draft.token_ids.shape[1]] = draft.token_ids
         for request in ended if self.guard.reads_ends else ():
-            self.guard.proposer.finish(request.request_id, request.token_ids.copy())  # type: ignore[attr-defined]
+            tenant = request.limits.options.get("tenant", b"")
+            self.guard.proposer.finish(request.request_id, request.token_ids.copy(), tenant)  # type: ignore[attr-defined]
         return requests, rows
 
     def _limit(self, request: Request) -> int:
-        """L tokens, or as many as the request has room for, if it may have drafts. The device applies its limits."""
+        """Returns L, or the request's remaining length, if it may have drafts. The device applies the request's
+        limits."""
         limits, num_tokens = request.limits, request.num_tokens
         return min(self._length, limits.length_limit - 1 - num_tokens) * limits.max_draft_tokens(num_tokens, 1)
 
     def _forget_all(self) -> None:
-        """Ends late drafts for all live requests, because the proposer does not read."""
+        """Ends late drafts for all live requests, because the proposer does not read their tokens."""
         self.guard.forget([*self._requests, *(request.request_id for request in self._ended)])
         self._requests, self._num_unread, self._ended = {}, {}, []
         self._unread, self._read = deque(), deque()

@@ -1,5 +1,5 @@
-"""Model Runner V2: the first source on the device. Its drafts are copies from requests' texts and references, late
-drafts of a proposer on the host, or drafts of another package's proposer on the device."""
+"""Model Runner V2: implements the first source on the device. Its drafts are copies from requests' texts and
+references, late drafts of a proposer on the host, or drafts of another package's proposer on the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +20,8 @@ from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage, to_b
 
 
 class Lookups:
-    """Prefers the drafts of a proposer on the host. A lookup on the host has also searched texts that the device does
-    not hold; its drafts are preferred only if their match is longer (`to_beat`)."""
+    """Prefers the drafts of a proposer on the host. A lookup on the host also searches texts that the device does not
+    have; its drafts are preferred only if their match is longer (`to_beat`)."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, device: torch.device):
         config, self.texts, self.late = vllm_config.speculative_config, None, None
@@ -72,7 +72,7 @@ class Lookups:
         return of_stage(LOOKUP, *match)
 
     def continued(self, batch: DeviceBatch, drafts: DraftArrays) -> DraftArrays:
-        """Appends tokens from the requests' texts to drafts of another stage."""
+        """Returns drafts of another stage, followed by tokens from the requests' texts."""
         if self.texts is None:
             return drafts
         limits = (batch.max_lookup - drafts.num_draft).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Model Runner V2: the target's layers on its paged KV cache."""
+"""Model Runner V2: runs the target's layers on its paged KV cache."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,10 +32,10 @@ class PagedForward(PagedLayers):
         self._speculator, self._num_reqs, self._num_tokens = speculator, num_reqs, num_tokens
         self._metadata, self._slots, self._seq_lens_cpu = metadata, slots, seq_lens_cpu
         self._attends = attends
-        self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
+        self._exists = speculator.idx_mapping[:num_reqs] >= 0  # false in a graph's padding rows
 
     def _at(self, run: Callable[..., torch.Tensor], fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Runs at most as many tokens at once as the buffers hold; later pieces read the KV cache of earlier ones."""
+        """Runs at most as many tokens at once as fit the buffers; later pieces read the KV cache of earlier ones."""
         piece = self._speculator.max_num_tokens // self._num_reqs
         if positions.ndim == 1 or positions.shape[1] <= piece:
             return super()._at(run, fed, positions)
@@ -73,8 +73,8 @@ class PagedForward(PagedLayers):
         return self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
 
     def _metadata_for(self, length: int) -> dict[str, Any] | None:
-        """Attention metadata over the speculator's buffers: a graph's, or for single tokens one that is reused if
-        possible."""
+        """Returns attention metadata over the speculator's buffers: a graph's metadata, or for single tokens metadata
+        that is reused if possible."""
         speculator = self._speculator
         if length * self._num_reqs == self._num_tokens and self._metadata is not None:
             speculator._update_draft_decode_metadata(self._metadata, self._num_reqs)

@@ -1,6 +1,6 @@
-"""Model Runner V2: the token histories that prompt lookup searches on the device. With `use_dense_all_token_ids` vLLM
-holds all tokens of requests there: max_num_seqs x max_model_len x 4 bytes. A request's reference is copied once, when
-the request is added."""
+"""Model Runner V2: searches token histories for prompt lookup on the device. With `use_dense_all_token_ids` vLLM stores
+all tokens of requests there: max_num_seqs x max_model_len x 4 bytes. A request's reference is copied once, when the
+request is added."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,11 +17,11 @@ from vllm_specplugins.stage import Series, StageProposer
 from vllm_specplugins.structures.drafts import DraftArrays, columns
 from vllm_specplugins.structures.spans import SpanAllocator
 
-_ALIGNED = 16  # tokens, where a reference begins
+_ALIGNED = 16  # tokens; a reference begins at a multiple
 
 
 class TokenHistories(StageProposer):
-    """Histories and references of all slots."""
+    """The histories and references of all slots."""
 
     def __init__(self, req_states: Any, max_num_draft: int, config: PromptLookupConfig, device: torch.device):
         self._req_states, self._max_num_draft, self._config = req_states, max_num_draft, config
@@ -29,11 +29,11 @@ class TokenHistories(StageProposer):
         distances = torch.full((num_slots, 2), NO_MATCH, dtype=torch.int32, device=device)
         self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu, distances)
         room = min(config.max_index_bytes // 4, num_slots * (self._max_model_len + _ALIGNED))
-        # The tokens of all references; a request has a span of them.
+        # The tokens of all references; each request has a span of them.
         self.references = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
         self._spans = SpanAllocator(len(self.references))
         self._taken: dict[str, tuple[int, int]] = {}  # start and size of each request's span
-        # By slot. A graph reads them: vLLM's buffers would change places.
+        # By slot. Graphs read them, since vLLM's buffers would change places.
         starts, sizes = (torch.zeros(num_slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
         self._by_slot = References(self.references, starts, sizes)
 
@@ -51,7 +51,7 @@ class TokenHistories(StageProposer):
         self.histories.distances.index_fill_(0, slots, NO_MATCH)
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """Drops finished, aborted and preempted requests. Steps in flight may still read their slots."""
+        """Drops finished, aborted and preempted requests. Running steps may still read their slots."""
         for request_id in request_ids:
             if request_id in self._taken:
                 self._spans.give_back(*self._taken.pop(request_id))
@@ -63,8 +63,8 @@ class TokenHistories(StageProposer):
         longest: int | None,
         prefix: DraftArrays | None = None,
     ) -> Match:
-        """The match of each row, after the tokens of a prefix. `longest` is an upper bound of a text's tokens; None
-        while a graph is recorded, which must fit any text."""
+        """Returns the match of each row, after the tokens of a prefix. `longest` is an upper bound of a text's length;
+        None while a graph is recorded, which must handle any text."""
         texts = self.histories if prefix is None else self._followed(slots, prefix)
         if longest is not None:
             longest += 0 if prefix is None else prefix.token_ids.shape[1]
@@ -73,8 +73,8 @@ class TokenHistories(StageProposer):
         return history_match(texts, slots, limits, self._max_num_draft, *ngrams, self._by_slot, longest)
 
     def _followed(self, slots: torch.Tensor, prefix: DraftArrays) -> Texts:
-        """The texts with a prefix after their ends, where vLLM writes the next tokens; a draft leaves room for one
-        more. Their copy positions stay as they are."""
+        """Returns the texts with a prefix after their ends, where vLLM writes the next tokens; a draft leaves room for
+        one more token. The copy positions do not change."""
         token_ids, lengths, distances = self.histories
         rows, last = slots[:, None], token_ids.shape[1] - 1
         places = torch.where(prefix.is_drafted, lengths[rows] + columns(prefix.token_ids), last)
@@ -82,7 +82,8 @@ class TokenHistories(StageProposer):
         return Texts(token_ids, lengths.index_add(0, slots, prefix.num_draft.int()), distances.clone())
 
     def _entered(self, request: Request) -> tuple[int, int]:
-        """The start and length of a request's reference; the length is 0 without a reference or without room."""
+        """Returns the start and the length of a request's reference; the length is 0 without a reference or without
+        room."""
         text = np.array(request.limits.options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
         size = -(-len(text) // _ALIGNED) * _ALIGNED
         start = self._spans.take(size) if size else None

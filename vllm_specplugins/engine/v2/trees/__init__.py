@@ -1,2 +1,2 @@
-"""Draft trees on Model Runner V2: masks and positions before the target runs, the walk and the moves of keys and values
-after it."""
+"""Verifies draft trees on Model Runner V2: sets masks and positions before the target runs, and afterwards follows the
+accepted path and moves its keys and values."""

@@ -1,6 +1,6 @@
-"""vLLM's Triton attention with a mask of ancestors for steps that verify trees; other steps run vLLM's kernel. Tokens
-outside of a tree are causal, so trees, chains and chunks of prompts share one launch. Long texts are not split: one
-program reads all keys of a request."""
+"""Adds a mask of ancestors to vLLM's Triton attention, for steps that verify trees; other steps run vLLM's kernel.
+Tokens outside of a tree are causal, so trees, chains and chunks of prompts share one launch. Long texts are not split,
+so one program reads all keys of a request."""
 
 from typing import Any
 
@@ -29,7 +29,8 @@ class TreeAttentionImpl(TritonAttentionImpl):
                 raise ConfigError(f"remove tree: it does not support a model with {name}.")
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """False: trees attend without a scale of the output, which vLLM's compiler would pass for FP8 weights."""
+        """Returns False: the attention of trees has no output scale, which vLLM's compiler would pass for FP8
+        weights."""
         return False
 
     def forward(
@@ -60,7 +61,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
 class TreeAttentionBackend(TritonAttentionBackend):
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM's name for backends of others
+        return "CUSTOM"  # vLLM's name for backends of other packages
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttentionImpl]:

@@ -1,5 +1,5 @@
-"""Model Runner V2: lookahead decoding, alone or in the nodes of a tree that a lookup leaves free. R: rows, K: nodes of
-a tree without its root."""
+"""Model Runner V2: runs lookahead decoding, alone or in the nodes of a tree that a lookup does not use. R: rows, K:
+nodes of a tree without its root."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +23,8 @@ class LookaheadSpeculator(TreeSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._step_counts, self.reads_tokens = (0,), True  # no layers run; requests begin with their prompt's n-grams
-        # By slot, and one for rows of padding: the nodes before the window in the newest tree.
+        self._step_counts, self.reads_tokens = (0,), True  # runs no layers; requests begin with their prompt's n-grams
+        # By slot, with one more for padding rows: the number of nodes before the window in the newest tree.
         self._begin_of_window = torch.full((self.max_num_reqs + 1,), self.num_speculative_steps, device=device)
         wrap(self.trees, "follow", self._follow)
 
@@ -62,7 +62,7 @@ class LookaheadSpeculator(TreeSpeculator):
         return drafts._replace(stage=drafts.stage.masked_fill(tree.is_other, LOOKUP))
 
     def _extend(self, slots: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Puts n-grams of the newest tokens into the pools; returns each row's newest token, [R] int64."""
+        """Adds n-grams of the newest tokens to the pools, and returns each row's newest token, [R] int64."""
         there, num_new = self.outcomes.rows(num_rows)
         lengths = self._req_states.total_len.gpu[there].long()
         places = lengths[:, None] + torch.arange(1 - 2 * self._proposer.ngram, 0, device=slots.device)
@@ -71,7 +71,7 @@ class LookaheadSpeculator(TreeSpeculator):
         return newest[:, -1]
 
     def _follow(self, follow: Any, slots: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor) -> Any:
-        """Reads the tokens after the window's last level; no path goes through the window."""
+        """Reads the tokens after the window's last level. No accepted path enters the window."""
         num_window, width = self._proposer.num_window, self._proposer.width
         begin, nodes = self._begin_of_window[slots, None], torch.arange(tokens.shape[1], device=tokens.device)
         end = (begin + num_window).clamp(max=tokens.shape[1] - 1)

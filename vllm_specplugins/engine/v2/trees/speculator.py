@@ -1,6 +1,6 @@
-"""Model Runner V2: a model proposer that drafts trees, which may contain a lookup's chain. The scheduler plans a whole
-tree, a chain, or no draft. A lookup's acceptance probabilities are learned by comparing its chain with the emitted
-tokens, whichever path of the tree was accepted. R: rows, K: nodes of a tree."""
+"""Model Runner V2: drafts trees with a model proposer; a tree may contain a lookup's chain. The scheduler plans a whole
+tree, a chain, or no draft. The acceptance probabilities of a lookup come from a comparison of its chain with the
+emitted tokens, for any accepted path of the tree. R: rows, K: nodes of a tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from vllm_specplugins.proposers.tree import draft_tree
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 from vllm_specplugins.target import Target
 
-trees.register()  # in the worker, which imports this before it builds layers
+trees.register()  # the worker imports this before it builds layers
 
 
 class TreeSpeculator(DeviceSpeculator):
@@ -32,7 +32,7 @@ class TreeSpeculator(DeviceSpeculator):
         self.trees = Trees(vllm_config, max_num_draft, device)
         self.verify_drafts = self.trees.verify
         self._texts: Any = self.lookups.texts
-        # By slot, and one for rows of padding: the chain that is learned from, and the length of the text before it.
+        # By slot, with one more for padding rows: the chain for learning, and the length of the text before it.
         self._learned = torch.zeros(self.max_num_reqs + 1, max_num_draft + 1, dtype=torch.int32, device=device)
 
     def attach(self, runner: Any) -> None:
@@ -71,7 +71,7 @@ class TreeSpeculator(DeviceSpeculator):
         return super()._draft_on_device(target, num_steps, longest)
 
     def _fates(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fates of the last chains (see DraftTracker); a chain that is not of the last step counts as not tried."""
+        """Returns the fates of the last chains (see DraftTracker); a chain of an earlier step counts as not tried."""
         slots, num_sampled = self.outcomes.rows(num_rows)
         texts, learned = self._texts.histories, self._learned[slots]
         places = (texts.lengths[slots] - num_sampled)[:, None] + self._steps
@@ -82,7 +82,7 @@ class TreeSpeculator(DeviceSpeculator):
         return (num_right + 1) * is_newest, (num_right < num_sampled).int() * is_newest
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
-        """Drafts a tree that contains the prefix if there are enough steps, else a chain."""
+        """Drafts a tree that contains the prefix if there are enough steps, otherwise a chain."""
         rows = self.idx_mapping[: len(batch.slots)]
         if batch.num_steps < self.num_speculative_steps:
             self.trees.put(rows, self.trees.chain)

@@ -1,4 +1,4 @@
-"""The draft trees of all request slots and their verification in a step, on the device and without a wait.
+"""Stores the draft trees of all request slots and verifies them in a step, on the device and without waiting.
 
 A node's slot of the KV cache follows its index, its position follows its depth. A tree stays until the request's next
 draft; the scheduler may cut it. Verification of any tree is exact, since the tables hold the nodes that the target read
@@ -27,10 +27,10 @@ class Trees:
     """The tables of all trees.
 
     Args:
-        num_nodes: nodes of a tree without its root, W - 1.
+        num_nodes: number of nodes of a tree without its root, W - 1.
     """
 
-    masks = False  # whether attention goes by `bits` and `first`
+    masks = False  # whether attention uses `bits` and `first`
     is_off = False  # whether all drafts are chains without tokens
 
     def __init__(self, vllm_config: VllmConfig, num_nodes: int, device: torch.device):
@@ -38,13 +38,13 @@ class Trees:
         self._num_slots = scheduler.max_num_seqs
         self._nodes = torch.arange(num_nodes + 1, device=device)
         self._chain_length = chain_length(num_nodes)
-        self.chain = self._nodes[None, :-1]  # parents, [1, W - 1], of nodes that follow each other
-        # The last row is that of padding.
+        self.chain = self._nodes[None, :-1]  # parents, [1, W - 1], of a chain of nodes
+        # The last row is for padding.
         tables = torch.zeros(4, self._num_slots + 1, num_nodes + 1, dtype=torch.int64, device=device)
         self._parents, self._depths, self._ancestors, self._path = tables
         self.put(torch.arange(self._num_slots + 1, device=device), self.chain)
         self._branches = torch.zeros(self._num_slots + 1, dtype=torch.bool, device=device)
-        # Of a step: what a graph of the target reads. See kernels.trees.Mask.
+        # Inputs of a step that a graph of the target reads (kernels.trees.Mask).
         self.bits = torch.full((scheduler.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
         self.first = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
         self._step: Any = None  # the batch whose trees are verified
@@ -79,7 +79,7 @@ class Trees:
         self._caches = []
 
     def _warm_up(self) -> None:
-        """Compiles the kernels that no graph launches, on a tree without nodes, so that nothing moves."""
+        """Compiles the kernels that no graph launches, on a tree without nodes, which moves no keys and values."""
         _, num_emitted, path = walk(self._parents[:1], self._path[:1], self._path[:1])
         table = self._runner.block_tables.block_tables[0].gpu[:1]
         compact(self._caches, self._pointers, table, path[:, 0], path, num_emitted * 0)
@@ -92,7 +92,7 @@ class Trees:
         self.put(rows, self.chain)
 
     def branches(self, rows: torch.Tensor) -> torch.Tensor:
-        """Whether requests of these slots, -1 for padding, may have trees, [R] bool."""
+        """Returns whether requests of these slots, -1 for padding, may have trees, [R] bool."""
         return self._branches[self.table_rows(rows)]
 
     def put(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class Trees:
         """Lets vLLM compute KV slots from positions by index, then sets positions by depth until the step samples."""
         prepared, had_tree = prepare(input_batch), self._step is not None
         self._step, self.masks = None, input_batch.num_draft_tokens > 0 and not self.is_off
-        if self.masks or had_tree:  # a graph of prompts reads masks in a step without drafts, too
+        if self.masks or had_tree:  # a graph for prompts also reads masks in a step without drafts
             self.bits.fill_(-1)
         if self.masks:
             self._step, rows = input_batch, input_batch.logits_indices
@@ -129,7 +129,7 @@ class Trees:
         return sample(hidden_states, input_batch, *rest)
 
     def _move(self, postprocess: Any, idx_mapping: Any, num_sampled: Any, *rest: Any) -> None:
-        """Moves accepted K/V before the next draft reads them; vLLM passes the integer 0 if nothing is sampled."""
+        """Moves accepted K/V before the next draft reads them. vLLM passes the integer 0 if no token is sampled."""
         if self._step is not None and isinstance(num_sampled, torch.Tensor):
             slots, num_reqs = idx_mapping.long(), len(num_sampled)
             table = self._runner.block_tables.block_tables[0].gpu[slots]
@@ -138,7 +138,7 @@ class Trees:
         postprocess(idx_mapping, num_sampled, *rest)
 
     def last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
-        """The row of the state from which each request's newest token was sampled, [R] int64."""
+        """Returns the row of the state from which each request's newest token was sampled, [R] int64."""
         last = input_batch.query_start_loc[1 : input_batch.num_reqs + 1].long() - 1
         if self._step is None:
             return last
@@ -188,8 +188,8 @@ class Trees:
     def follow(
         self, slots: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Walks trees of these tokens along the target's tokens after them, [R, W] int64 each; see
-        kernels.trees.walk."""
+        """Follows trees of these tokens along the target's tokens after them, [R, W] int64 each
+        (kernels.trees.walk)."""
         emitted, num_emitted, path = walk(self._parents[slots], tokens, drawn)
         self._path[slots] = path
         return emitted, num_emitted

@@ -1,1 +1,1 @@
-"""Model Runner V2: samples and verifies with our kernels, after a check and a warm-up."""
+"""Model Runner V2: samples and verifies with the plugin's kernels, after a check and a warm-up."""

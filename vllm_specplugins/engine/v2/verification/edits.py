@@ -1,4 +1,4 @@
-"""Model Runner V2: vLLM's edits of logits before the temperature; one launch does the work of three processors."""
+"""Model Runner V2: applies vLLM's edits of logits before the temperature; one launch replaces three processors."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class LogitsEditor:
         self._watch()
 
     def _watch(self) -> None:
-        """Tracks which requests are edited; vLLM's flag also counts temperatures."""
+        """Tracks the requests with edits; vLLM's flag also counts temperatures."""
         add_request = self._sampler.add_request
 
         def add(req_idx: int, sampling_params: Any) -> None:
@@ -65,7 +65,7 @@ class LogitsEditor:
         if not self.edits_any(requests):
             return logits
         if self._bias.restore_when_all_masked.np[requests].any():
-            # Stop tokens may come early where structured output leaves nothing else: only a whole row shows it.
+            # Stop tokens may be allowed early if structured output allows no other token, which only a whole row shows.
             edited = logits.to(torch.float32, copy=True)
             for processor in self._fused:
                 edited = processor.apply(edited, context)
@@ -84,7 +84,7 @@ class LogitsEditor:
         return partial(edit_drafted, idx_mapping, self.edits())
 
     def edits(self) -> Edits:
-        """The arrays of this step; always all of them, so that only one kernel is compiled."""
+        """Returns all arrays of this step, so that only one kernel is compiled."""
         bias, penalties, bad_words = self._bias, self._penalties, self._bad_words
         return Edits(
             Allowed(bias.num_allowed_token_ids.gpu, bias.allowed_token_ids.gpu),

@@ -1,5 +1,5 @@
-"""Model Runner V2: checks our kernels on a device before they serve (kernels/self_check.py), and warms them up. If on
-any rank a kernel differs from its reference or does not run, vLLM samples, and nothing is drafted. N: requests, K:
+"""Model Runner V2: checks the plugin's kernels on a device before serving (kernels/self_check.py), and warms them up.
+If a kernel differs from its reference or does not run on any rank, vLLM samples, and drafting ends. N: requests, K:
 num_speculative_tokens."""
 
 import itertools
@@ -46,7 +46,7 @@ def _check(runner: Any, speculator: Any) -> Iterator[Finding]:
 def _warm(runner: Any, speculator: Any) -> Iterator[Finding]:
     try:
         warm_up(runner, speculator)
-    except Exception as error:  # of a variant that the check did not meet
+    except Exception as error:  # a variant that the check did not cover may fail
         yield Finding("verification, warmed", problem_of(error))
 
 
@@ -59,7 +59,7 @@ def _has_problem(findings: Iterator[Finding]) -> bool:
 
 
 def _is_any(has_problem: bool) -> bool:
-    """Whether this holds on any rank, since all ranks must verify alike."""
+    """Returns whether the flag is set on any rank, since all ranks must verify alike."""
     group = get_tp_group()
     if group.world_size == 1:
         return has_problem
@@ -70,9 +70,9 @@ def _is_any(has_problem: bool) -> bool:
 
 @torch.inference_mode()
 def warm_up(runner: Any, speculator: Any) -> None:
-    """Runs every variant of our kernels that serving can launch, since Triton compiles a kernel at its first launch
-    with new types and constants. The dummy logits come from the model's head, with as many rows as a step may have
-    (with trimming, as many as vLLM verifies at once), so vLLM's memory profile includes verification."""
+    """Runs every variant of the plugin's kernels that serving can launch, since Triton compiles a kernel at its first
+    launch with new types and constants. The dummy logits come from the model's head, with as many rows as a step may
+    have (with trimming, as many as vLLM verifies at once), so vLLM's memory profile includes verification."""
     num_draft, device = runner.num_speculative_steps, runner.device
     num_reqs = min(runner.max_num_reqs, max(1, runner.max_num_tokens // (num_draft + 1)))
     config, num_rows = runner.model_config, num_reqs * (num_draft + 1)
@@ -82,11 +82,11 @@ def warm_up(runner: Any, speculator: Any) -> None:
     logits = runner.model.compute_logits(hidden_states)
     first, states = torch.zeros(num_reqs, dtype=torch.int64, device=device), runner.sampler.sampling_states
     limits = (getattr(states, name).gpu for name in ("temperature", "seeds", "top_k", "top_p", "min_p"))
-    sampling = Sampling(*limits)  # a limit that is not asked for is no other variant
-    drafted = logits[:num_reqs], logits[:num_reqs].contiguous()  # a trained head's have no padding
+    sampling = Sampling(*limits)  # an absent limit is not a separate variant
+    drafted = logits[:num_reqs], logits[:num_reqs].contiguous()  # logits of a trained head have no padding
     if isinstance(runner.rejection_sampler, FusedRejectionSampler):
         _verify(runner.rejection_sampler, logits, speculator.draft_logits, sampling, num_reqs, num_draft)
-        if runner.speculative_config.runs_target:  # a model proposer edits for requests that ask for it
+        if runner.speculative_config.runs_target:  # a model proposer applies edits for requests that set them
             for rows in drafted:
                 edit_drafted(first, runner.rejection_sampler.editor.edits(), rows, first[:, None].int(), first)
     if runner.speculative_config.draws:

@@ -30,7 +30,8 @@ _Batch = tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tenso
 
 
 def attach(runner: Any) -> None:
-    """Installs our verification in vLLM's hook `ModelState.custom_sampler`, when the runner loads its model."""
+    """Installs the plugin's verification in vLLM's hook `ModelState.custom_sampler`, when the runner loads its
+    model."""
     original = model_runner.init_model_state
 
     def load(load_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +68,9 @@ class FusedSampler(Sampler):
 
 
 class FusedRejectionSampler(RejectionSampler):
-    """vLLM's rejection sampler with our operation, which the sampler of steps without drafts shares."""
+    """vLLM's rejection sampler with the plugin's operation, which the sampler of steps without drafts shares."""
 
-    # The speculator's operation in place of rejection_sample, of the slots and draft positions of rows; None: no.
+    # The speculator's operation in place of rejection_sample, for slots and draft positions of rows; None: none.
     verify_drafts: Callable[..., Any] | None = None
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
@@ -78,9 +79,12 @@ class FusedRejectionSampler(RejectionSampler):
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
         self._is_ever_plain = not (sampler.compute_nans or sampler.trace_replay_state or sampler.return_sampling_mask)
-        self._batch: tuple[int, list[str]] = 0, []  # that is known to be plain, or not
-        self._plain: Sampling | None = None  # its parameters, if it is
-        sampler.__class__, sampler.rejection = FusedSampler, self  # it is called as it is, and known by many names
+        self._batch: tuple[int, list[str]] = 0, []  # the last batch for which `_plain` is known
+        self._plain: Sampling | None = None  # its parameters, if it is plain
+        sampler.__class__, sampler.rejection = (
+            FusedSampler,
+            self,
+        )  # others refer to this object, so its class changes
 
     def __call__(
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
@@ -92,7 +96,7 @@ class FusedRejectionSampler(RejectionSampler):
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def operation(self, slots: torch.Tensor, places: torch.Tensor) -> Callable[..., Any] | None:
-        """The speculator's operation for rows of these slots and draft positions; None: `rejection_sample`."""
+        """Returns the speculator's operation for rows of these slots and draft positions; None: `rejection_sample`."""
         return None if self.verify_drafts is None else partial(self.verify_drafts, slots, places)
 
     def plain(self, logits: torch.Tensor, input_batch: Any, max_num_draft: int) -> SamplerOutput | None:
@@ -117,7 +121,7 @@ class FusedRejectionSampler(RejectionSampler):
         )  # fmt: skip
 
     def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
-        """The parameters of a plain step, which depend on the requests alone; None for other steps."""
+        """Returns the parameters of a plain step, which depend only on the requests; None for other steps."""
         asks = self.editor.edits_any(idx_mapping_np) or self.sampler.get_logprobs_dims(idx_mapping_np) is not None
         return self._sampling(idx_mapping_np) if self._is_ever_plain and not asks else None
 
@@ -149,7 +153,7 @@ class FusedRejectionSampler(RejectionSampler):
         edited = self.editor.edit(logits, layout, max_num_draft, context)
         sampled, num_sampled = operation(edited, *layout, self._sampling(requests), max_num_draft, draft_logits)
         asked = sampler.get_logprobs_dims(requests) is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        if asked or sampler.return_sampling_mask:  # vLLM returns logits after all parameters
+        if asked or sampler.return_sampling_mask:  # vLLM returns logits after all sampling parameters
             edited = sampler.apply_sampling_params(logits, *batch)
         return edited, sampled, num_sampled
 
@@ -201,7 +205,7 @@ class FusedRejectionSampler(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> Any:
-        """Honours `logprob_token_ids`, which vLLM ignores in steps with drafts."""
+        """Supports `logprob_token_ids`, which vLLM ignores in steps with drafts."""
         state = self.sampler.logprob_token_ids_state
         num_token_ids = state.max_num_token_ids(self._idx_mapping_np)
         num_reqs, num_logits = len(num_sampled), len(logits)
@@ -213,7 +217,7 @@ class FusedRejectionSampler(RejectionSampler):
         _flatten_sampled_kernel[(num_reqs,)](flat_sampled, sampled, sampled.stride(0), num_sampled, cu_num_logits)
         boundaries: list[int] | torch.Tensor | None = None
         if num_logits != num_reqs:
-            # If drafts are trimmed on the device, the host knows the scheduled lengths only.
+            # If the device trims drafts, the host knows only the scheduled lengths.
             trims = self.enable_adaptive_verification
             boundaries = cu_num_logits.clone() if trims else cu_num_logits_np.tolist()
         return compute_topk_scores(
