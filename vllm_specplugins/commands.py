@@ -156,7 +156,6 @@ def _build_store(add: Add) -> None:
         Path,
         nargs="+",
         required=True,
-        dest="data",
     )
     add("--out", "file of the store, for the field store_path", Path, required=True)
     add(
@@ -186,7 +185,6 @@ def _bench(add: Add) -> None:
         listed(whole(1, 4096)),
         [1],
         "1",
-        dest="batch",
     )
     add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")
     add("--ignore-eos", "ignore end tokens, so that each output has the maximum length", bool)
@@ -219,7 +217,6 @@ def _replay(add: Add) -> None:
         listed(whole(1, 4096)),
         [1],
         "1",
-        dest="batch",
     )
     add("--requests", "number of requests to read", count, 2000)
     add("--by-file", "report each file of --dataset-path as a task", bool)
@@ -240,7 +237,10 @@ def _replay(add: Add) -> None:
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--rounds", "measured rounds, after one warm-up", whole(1, 1000), rounds)
     add(
-        "--num-prompts", "prompts per round; at least the number of concurrent requests", layer, prompts, dest="prompts"
+        "--num-prompts",
+        "prompts per round; at least the number of concurrent requests",
+        layer,
+        prompts,
     )
     words = "length of prompts that are cut from texts"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
