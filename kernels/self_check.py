@@ -192,10 +192,10 @@ def _rows(shapes: Shapes) -> _Case:
 
 
 def _drafting(shapes: Shapes) -> _Case:
-    def operation(*rows: Any, implementation: str) -> None:
-        coupled_sample(*rows, implementation)
+    def operation(logits: Any, positions: Any, sampling: Any, implementation: str) -> None:
+        coupled_sample(logits, positions, sampling, implementation)
         for greedy in (True, False):
-            rated_sample(*rows, greedy, implementation)
+            rated_sample(logits, positions, sampling, greedy, implementation)
 
     return _Case(operation, _drafted(shapes), compares=False)
 

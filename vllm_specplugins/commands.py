@@ -167,7 +167,6 @@ def _build_store(add: Add) -> None:
         Path,
         nargs="+",
         required=True,
-        dest="data",
     )
     add("--out", "file for the store, which the field store_path names", Path, required=True)
     add(
@@ -197,7 +196,6 @@ def _bench(add: Add) -> None:
         listed(whole(1, 4096)),
         [1],
         "1",
-        dest="batch",
     )
     add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")
     add("--ignore-eos", "ignore end tokens, so that each output has the maximum length", bool)
@@ -230,7 +228,6 @@ def _replay(add: Add) -> None:
         listed(whole(1, 4096)),
         [1],
         "1",
-        dest="batch",
     )
     add("--requests", "number of requests to read", count, 2000)
     add("--by-file", "report each file of --dataset-path separately", bool)
@@ -255,7 +252,6 @@ def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
         "number of prompts per round, at least the number of concurrent requests",
         layer,
         prompts,
-        dest="prompts",
     )
     words = "length of prompts that are cut from texts, in tokens"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)

@@ -85,8 +85,9 @@ class DeviceModel:
         steps = self._steps(batch, prefix if continues else None)
         sure = None if steps.confidence is None else steps.confidence.clamp(max=LARGEST_PROB)
         first = prefix.token_ids, prefix.num_draft, prefix.confidence
-        *joined, num_second = join(first, (steps.token_ids, limits, sure), continues)
-        return DraftArrays(*joined, None, steps.logits, (looked_up, num_second))
+        second = steps.token_ids, limits, sure
+        token_ids, num_draft, stage, confidence, num_second = join(first, second, continues)
+        return DraftArrays(token_ids, num_draft, stage, confidence, None, steps.logits, (looked_up, num_second))
 
     def drafts(self, batch: DeviceBatch, stage: int, limits: torch.Tensor) -> DraftArrays:
         """Returns the model's tokens after each row's newest token."""

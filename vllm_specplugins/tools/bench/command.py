@@ -82,7 +82,8 @@ def measure(
                 traffic = rounds_of(args, workload, cell, turns)
                 turns.setdefault(cell, {}).update(serve_rounds(engines, traffic, advance))
                 tell_cell(rows_of(cell, turns[cell], on_cpu, logs.get(cell.workload))[-len(engines) :])
-    conditions = {name: getattr(args, name) for name in ("model", "rounds", "prompts", "tokens")} | {
+    conditions = {
+        **{"model": args.model, "rounds": args.rounds, "prompts": args.num_prompts, "tokens": args.output_len},
         "together": together,
         "arguments": arguments,
         "forced": bool(logs),
