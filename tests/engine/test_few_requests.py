@@ -5,40 +5,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import EXIT, PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit, generate
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, graphs, long
+from cases import generate
+from conftest import INTERPRETED, graphs, long
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from parts import medusa, with_embeddings, write_head
+from kinds import KINDS
+from parts import K
 from recorded import runner
-from shortened import first_layers
 from tree_attention import attend_by_reference
 
-K, NUM_TOKENS, FEW = 4, 8, slice(21, 23)
-PROMPTS = FEW
+NUM_TOKENS, PROMPTS = 8, slice(21, 23)
 WITHOUT_TAPES = "switches the simulated device on itself"
-
-
-def cascade(stage: dict[str, Any], **options: Any) -> dict[str, Any]:
-    return {"method": "cascade", "num_speculative_tokens": K, "stages": [{"method": "prompt_lookup"}, stage], **options}
-
-
-DRAFTER = {"method": "draft_model", "model": str(first_layers(DEMO_MODEL, 1)), "num_speculative_tokens": 3}
-KINDS: dict[str, Any] = {
-    "prompt_lookup": lambda _: PROMPT_LOOKUP,
-    "suffix_lookup": lambda _: SUFFIX_LOOKUP,
-    "early_exit": lambda _: early_exit(1),
-    "jump": lambda folder: write_head(folder, NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0),
-    "medusa": lambda folder: medusa(folder, num_draft=2),
-    "look-ahead": lambda folder: with_embeddings(folder, NUM_LAYERS, K),
-    "lookup and exit": lambda _: cascade(EXIT),
-    "verified": lambda _: cascade(EXIT, policy="verify"),
-    "lookup and draft_model": lambda _: cascade(DRAFTER),
-    "tree": lambda _: {"method": "early_exit", "exit_layer": 1, "tree": 7, "gate": "off"},
-    "lookahead": lambda _: {"method": "lookahead", "gate": "off"},
-}
 # The row of K tokens a step fails: a dummy run that measures prices has K + 1.
 CASES: list[Any] = [long("prompt_lookup", 1, (1,), K)]
 CASES += [long(kind, number, (number,), None) for kind in KINDS for number in (1, 2)]

@@ -117,7 +117,7 @@ def test_words_that_join(name: str) -> None:
 
 
 def test_ends(name: str) -> None:
-    """Kills: a state that is wrong where a draft, or what was read, ends the grammar."""
+    """Kills: a state that is wrong where a draft, or what was read, ends the grammar, or where it refuses the draft."""
     case, eos = Case(name), TOKENIZER.eos_token_id
     grammar = case.compile("abc")
     assert "abc".startswith(case.after(grammar)) and case.after(grammar, "ab") in ("", "c")
@@ -125,7 +125,22 @@ def test_ends(name: str) -> None:
     assert case.forced.after(grammar, [*ids("abc"), eos], K, Writer(None)) == [] and case.allowed(grammar) == before
     assert all(grammar.accept_tokens("", [token]) for token in [*ids("abc"), eos])
     assert case.forced.after(grammar, [], K, Writer(None)) == []
-    assert case.forced.after(case.compile("abc"), ids("x"), K, Writer(None)) == []
+    grammar = case.compile("abc")
+    before = case.allowed(grammar)
+    for draft in ("x", "abx", "abcx"):
+        assert case.forced.after(grammar, ids(draft), K, Writer(None)) == [] and case.allowed(grammar) == before
+
+
+def test_endless(name: str) -> None:
+    """A client's grammar without an end, which llguidance gives up for good when it reads a token. Kills: a draft that
+    is read before the target has sampled it, after which the request may only end."""
+    case = Case(name)
+    for word in ("aaaa", '\\"'):
+        grammar = case.backend.compile_grammar(StructuredOutputOptions.GRAMMAR, f'root ::= "{word}" root')
+        allowed = case.allowed(grammar)
+        for draft in ([], allowed[:1], []):
+            case.forced.after(grammar, draft, K, Writer(None))
+            assert case.allowed(grammar) == allowed != [TOKENIZER.eos_token_id]
 
 
 def test_free_choice_and_long_texts(name: str) -> None:

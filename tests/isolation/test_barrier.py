@@ -1,5 +1,6 @@
 """The fault barrier alone; tests/engine/test_faults.py has it in a running engine."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -269,6 +270,21 @@ def test_a_proposer_that_forks() -> None:
     else:
         os.kill(copies[0], signal.SIGKILL)
     assert found and os.waitstatus_to_exitcode(status) == 1
+
+
+def test_an_exception_from_another_thread() -> None:
+    """A timer of a class, as of `func_timeout`, raises an exception in its thread, which arrives behind the call's end.
+    Kills: a thread that ended for good, so that the class counts as busy and is never asked again."""
+    barrier = guard(Scripted(lambda: GOOD))
+    assert step(barrier) == [2, 1]
+    thread: Any = barrier.guard._thread
+    first, hook = thread._thread, threading.excepthook
+    threading.excepthook = lambda _: None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(first.ident), ctypes.py_object(TimeoutError))
+    assert step(barrier) in ([2, 1], [0, 0])
+    first.join(10)
+    threading.excepthook = hook
+    assert step(barrier) == [2, 1]
 
 
 def test_an_interrupted_wait_mixes_up_no_answers() -> None:

@@ -131,10 +131,10 @@ def drafted(own: Remote, text: np.ndarray, name: str = "a") -> list[int]:
     return list(draft)
 
 
-def until(own: Remote, text: np.ndarray) -> list[int]:
-    """Steps without a new token until there is a draft."""
+def until(own: Remote, text: np.ndarray, num_tokens: int = 1) -> list[int]:
+    """Steps without a new token until there is a draft of so many tokens: an answer arrives in pieces."""
     drafts: list[list[int]] = []
-    wait_for(lambda: drafts.append(drafted(own, text)) or drafts[-1])
+    wait_for(lambda: drafts.append(drafted(own, text)) or len(drafts[-1]) >= num_tokens)
     return drafts[-1]
 
 
@@ -173,7 +173,7 @@ def test_late_answer(drafter: Drafter, make: Callable[..., Remote]) -> None:
     for length in range(20, 24):
         assert drafted(own, TEXT[:length]) == []
     drafter.may_answer.set()
-    assert until(own, TEXT[:23]) == TEXT[23:28].tolist()
+    assert until(own, TEXT[:23], K) == TEXT[23:28].tolist()
     stats = {"asked": 2, "answered": 1, "dropped": 0, "failed": 0}
     wait_for(lambda: drafted(own, TEXT[:23]) and own.counts == stats)
 
@@ -192,7 +192,7 @@ def test_wrong_guess(drafter: Drafter, make: Callable[..., Remote]) -> None:
     assert drafted(own, other) == [] and own.counts["dropped"] == 1
     drafter.may_answer.set()
     wait_for(lambda: drafter.questions[-1]["prompt"] == other.tolist())
-    assert until(own, other) == TEXT[23:28].tolist()
+    assert until(own, other, K) == TEXT[23:28].tolist()
     assert drafted(own, TEXT[:40], "b") == []
     own.forget(["a", "b", "nobody"])
     assert own._requests == {}
@@ -326,8 +326,7 @@ def test_a_question_that_is_refused(
         wait_for(lambda: drafted(own, odd, f"odd {number}") == [] and own.counts["failed"] > number)  # noqa: B023
         for length in (41, 42, 30, 31):
             assert drafted(own, np.resize(odd, length), f"odd {number}") == []
-        wanted = TEXT[20 + number : 25 + number].tolist()  # an answer arrives in pieces
-        wait_for(lambda: until(own, TEXT[: 20 + number]) == wanted)  # noqa: B023
+        assert until(own, TEXT[: 20 + number], K) == TEXT[20 + number : 25 + number].tolist()
     assert [question["prompt"][0] for question in drafter.questions].count(7) == 3
     assert caplog.text.count("refused a request") == 1 and "remote drafts nothing" not in caplog.text
 
@@ -363,7 +362,7 @@ def test_questions_fit_the_drafter(drafter: Drafter, make: Callable[..., Remote]
         return known_answer({**question, "prompt": TEXT[: start + len(prompt)].tolist()})
 
     drafter.answer = answer
-    assert until(own, TEXT[:200]) == TEXT[200:205].tolist() and own.counts["failed"] == 0
+    assert until(own, TEXT[:200], K) == TEXT[200:205].tolist() and own.counts["failed"] == 0
 
 
 def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) -> None:

@@ -1,13 +1,16 @@
 """Outputs that engines share, through a real Valkey server; docstrings say when a test fails."""
 
+import asyncio
 import itertools
 import logging
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +327,49 @@ def test_password(server: ValkeyServer, caplog: pytest.LogCaptureFixture, monkey
         wait_for(lambda: own.store_stats()["published" if password == "secret" else "failed"])  # noqa: B023
         own.close()
     assert "AuthenticationError" in caplog.text and "secret" not in caplog.text
+
+
+@contextmanager
+def behind_tls(server: ValkeyServer, certificate: Path) -> Iterator[str]:
+    """The address of a TLS port before a server, with a certificate of its own."""
+    key = certificate.with_suffix(".key")
+    made = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def copied(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            target.write(data)
+        target.close()
+
+    async def connected(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        answers, questions = await asyncio.open_connection(server.host, server.port)
+        with suppress(OSError):
+            await asyncio.gather(copied(source, questions), copied(answers, target))
+
+    loop = asyncio.new_event_loop()
+    port = loop.run_until_complete(asyncio.start_server(connected, "127.0.0.1", 0, ssl=context))
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    yield f"rediss://localhost:{port.sockets[0].getsockname()[1]}/?ssl_ca_certs={certificate}"
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_tls(server: ValkeyServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Texts go through TLS, and a certificate that nobody signed is refused, with the cause. Kills: limits of an
+    exchange that read what is still encrypted; a line that says ConnectionError for each cause."""
+    with behind_tls(server, tmp_path / "certificate.pem") as url:
+        first, second = proposer(shared=url), proposer(shared=url)
+        serve(first, "a", TEXT, 20)
+        fetched(second, 1)
+        assert step(second, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
+        assert not caplog.records
+        other = proposer(shared=url.partition("?")[0])
+        assert step(other, {"b": TEXT[:40]}) == [[]] and other.store_stats()["failed"]
+        assert "cannot be reached (SSLCertVerificationError: [SSL: CERTIFICATE_VERIFY_FAILED]" in caplog.text
+        for own in (first, second, other):
+            own.close()
 
 
 @pytest.mark.parametrize(

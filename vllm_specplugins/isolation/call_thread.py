@@ -24,13 +24,17 @@ class CallThread:
         self._jobs: _Jobs = SimpleQueue()
         self._answers: _Answers | None = None  # only of the current call, so a late answer reaches no other call
         self._random_numbers = np.random.MT19937()
-        threading.Thread(target=_work, args=(self._jobs,), name="specplugins-proposer", daemon=True).start()
+        self._begin()
         weakref.finalize(self, self._jobs.put, None)
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="specplugins-proposer", daemon=True)
+        self._thread.start()
 
     @property
     def is_busy(self) -> bool:
         """Returns whether an abandoned call still runs."""
-        return self._answers is not None and self._answers.empty()
+        return self._answers is not None and self._answers.empty() and self._thread.is_alive()
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
         """Returns the function's result. Raises TimeoutError, and abandons the function, if it does not return in
@@ -42,6 +46,8 @@ class CallThread:
     def start(self, function: Callable[[], Any]) -> None:
         """Starts a function, without separate random number generators."""
         assert not self.is_busy
+        if not self._thread.is_alive():  # a timer of the proposer raised an exception in it behind a call's end
+            self._begin()
         self._answers = SimpleQueue()
         self._jobs.put((function, self._answers))
 

@@ -10,7 +10,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -159,9 +159,12 @@ class ForcedTokens:
 
 
 class _Cursor:
-    """Advances a grammar over tokens and rolls it back. `bitmask` is a buffer, [1, vocab_size / 32] int32."""
+    """Advances a grammar, or a copy of it, over tokens and rolls it back. `bitmask` is a buffer, [1, vocab_size / 32]
+    int32."""
 
     def __init__(self, grammar: Any, bitmask: Any):
+        if type(grammar) is GuidanceGrammar:  # llguidance's errors, as of an endless text, are for good
+            grammar = replace(grammar, ll_matcher=grammar.ll_matcher.deep_copy(), printed_error=True)
         self.grammar, self.num_read, self._bitmask = grammar, 0, bitmask
 
     def read(self, tokens: Sequence[int]) -> bool:

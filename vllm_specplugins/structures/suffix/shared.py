@@ -162,7 +162,7 @@ class SharedTexts:
             self.counts["failed"] += 1
             if self._pause.failed():
                 message = "suffix_lookup shares no outputs, because %s cannot be reached (%s). The engine tries again."
-                logger.warning(message, self._place, type(error).__name__)
+                logger.warning(message, self._place, _cause_of(error))
             drop_oldest(self._unsent, PLACE_BYTES * self._capacity)
             return False
         if self._pause.succeeded():
@@ -230,6 +230,15 @@ class SharedTexts:
         if parsed is not None:
             self._waiting.append(parsed[0])
         self.counts["ignored" if parsed is None else "fetched"] += 1
+
+
+def _cause_of(error: BaseException) -> str:
+    """Returns the system's error behind redis-py's one, such as the refusal of a certificate; redis-py's name where there is
+    none, since its texts may hold a password."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return type(error).__name__ if cause is None else f"{type(cause).__name__}: {cause.strerror or cause}"
 
 
 def _time_of(place: bytes) -> int:
