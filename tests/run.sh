@@ -7,6 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../examples/environment.sh"
 cd "$root"
 export PATH=$venv/bin:$PATH
 unset PYTHONDONTWRITEBYTECODE # a hundred processes would compile each what one of them has compiled
+quick_python=PYTHONPATH=$root/tests/quick_python${PYTHONPATH:+:$PYTHONPATH} # but where times or memory are measured
 preload
 
 check() {
@@ -17,15 +18,15 @@ check() {
 }
 
 lint() { check ruff check && check ruff format --check && check mypy; }
-quick() { check pytest -q --durations=25 tests --ignore tests/engine -m "not gpu"; }
-v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q --durations=25 tests/engine -m "not gpu"; }
-v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q --durations=25 tests/engine -m "not gpu"; }
+quick() { check env "$quick_python" pytest -q --durations=25 tests --ignore tests/engine -m "not gpu"; }
+v1() { check env "$quick_python" SPECPLUGINS_RUNNER=v1 pytest -q --durations=25 tests/engine -m "not gpu"; }
+v2() { check env "$quick_python" SPECPLUGINS_RUNNER=v2 pytest -q --durations=25 tests/engine -m "not gpu"; }
 # The arms of the methods that most users have; the others are measured by hand.
 host() {
     check python benchmarks/bench_host_step.py --check --arms none ngram_gpu prompt_lookup "prompt_lookup, K = 0" \
         suffix_lookup cascade early_exit
 }
-vllm_033() { check bash tests/vllm_033.sh; }
+vllm_033() { check env "$quick_python" bash tests/vllm_033.sh; }
 soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 3.5 --method cascade; }
 
 if (($#)); then
@@ -43,10 +44,10 @@ run_job() {
     kill 0
 }
 export -f run_job
-# The longest first, but for the one that fails soonest. A core is enough for each: the engines' models are tiny, and
+# The longest first, after the one that fails soonest. A core is enough for each: the engines' models are tiny, and
 # V2's interpreter is a single thread.
 set -m # a process group of their own
-printf '%s\n' lint v2 v1 soak quick vllm_033 host |
+printf '%s\n' lint v1 v2 quick soak vllm_033 host |
     xargs -P $(($(nproc) < 2 ? 1 : 2)) --process-slot-var=CORE -I JOB bash -c "run_job JOB" &
 trap 'kill -- -$(jobs -p) 2>/dev/null || true' EXIT
 wait $! || fail "a job failed"

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 
 import pytest
 from conftest import DEMO_MODEL, RUNNER, long
+from forked import forking, run
 
 from vllm_specplugins.engine.harness.serving import serve_round, serving_engine
 from vllm_specplugins.engine.harness.traffic import Traffic, Turn
@@ -37,11 +36,9 @@ def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
     """
     options = f"--dataset-path {edits(tmp_path)} --max-concurrency 1,3 --num-prompts 3 --output-len 32 --rounds 2"
     method = json.dumps({"method": "prompt_lookup", "gate": "off"})  # drafts hardly pay on so small a model
-    command = [sys.executable, "-m", "vllm_specplugins", "bench", "--model", DEMO_MODEL, *options.split()]
+    command = ["-m", "vllm_specplugins", "bench", "--model", DEMO_MODEL, *options.split()]
     command += ["--methods", method]
-    done = subprocess.run(
-        [*command, "--output-json", tmp_path / "bench.json"], capture_output=True, text=True, env=os.environ
-    )
+    done = run([*command, "--output-json", tmp_path / "bench.json"])
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
@@ -72,11 +69,12 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", ["suffix_lookup", *(long(name) for name in METHODS if name != "suffix_lookup")])
-def test_a_round_is_a_first_reading(method: str, tmp_path: Path) -> None:
+def test_a_round_is_a_first_reading(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens a step of the last round are those of a fresh engine on the same prompts, within 5 %, although other
     rounds, and the same prompts in another cell, were served before. Kills: prompts asked in two rounds of which the
     second replays the first's outputs; a tenant that cells share.
     """
+    monkeypatch.setattr(multiprocessing, "get_context", forking)
     [workload] = read_workloads(edits(tmp_path), load_tokenizer(str(DEMO_MODEL)), 28, 0)
     args = argparse.Namespace(num_prompts=7, rounds=2, output_len=48, ignore_eos=False)
     cells = [rounds_of(args, workload, Cell(name, batch, 0.0), {}) for name, batch in (("copy", 4), ("copy", 1))]

@@ -1,13 +1,11 @@
 """`calibrate` from end to end: real engines, each in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import DEMO_MODEL, RUNNER
+from forked import run
 from prompts import load_prompts
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(RUNNER == "v2", reason="one runner is enough for its arithmetic")]
@@ -24,13 +22,8 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
     lookup_alone = {"method": "prompt_lookup", "num_speculative_tokens": 5, "gate": "off"}
     exit_alone = {"method": "early_exit", "exit_layer": 4, "num_speculative_tokens": 2, "gate": "off"}
     options = [*options.split(), json.dumps(lookup_alone), json.dumps(exit_alone)]
-    command = [sys.executable, "-m", "vllm_specplugins", "calibrate", DEMO_MODEL, *options]
-    done = subprocess.run(
-        [*command, "--output-json", tmp_path / "out.json", "--dataset-path", *files],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
+    command = ["-m", "vllm_specplugins", "calibrate", DEMO_MODEL, *options]
+    done = run([*command, "--output-json", tmp_path / "out.json", "--dataset-path", *files])
     assert done.returncode == 0, done.stderr
     assert "tok/step" in done.stdout and "Traceback" not in done.stderr
     found = json.loads((tmp_path / "out.json").read_text())

@@ -113,7 +113,7 @@ def test_behind_a_lookup(engine: Any, prompts: Any, expected: Any, tmp_path: Pat
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     [stats] = llm.collective_rpc("specplugins_stats")
     lookup, own = stats["stages"].values()
-    assert own["drafted"] > 50 and lookup["drafted"] > lookup["accepted"] and stats["faults"] == {}
+    assert own["drafted"] > 2 * len(prompts) and lookup["drafted"] > lookup["accepted"] and stats["faults"] == {}
     if is_jump:
         assert own["drafted"] - own["accepted"] <= len(prompts), "what stands after a request's last token"
     else:

@@ -24,7 +24,7 @@ from conftest import INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
 from parts import K, with_embeddings, write_head
 
 HALF = NUM_LAYERS // 2
-PROMPTS = slice(1, 30, 4) if INTERPRETED else slice(0, 50, 2)
+PROMPTS = slice(1, 30, 4) if INTERPRETED else slice(0, 50, 4)
 BOTH = (False, True)
 FIRST = 6 if INTERPRETED else 16  # of the prompts, again
 # A lookup needs no room for drafts: with the blocks of STRESS nothing is preempted.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NUM_TOKENS, STRESS, generate
-from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, long, long_on_v2
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, SOME, long, long_on_v2
 from parts import HIDDEN, learner_of, learning, swaps_weights, write_head
 from test_early_exit import engine_config
 
@@ -16,6 +16,7 @@ from vllm_specplugins.proposers.learning import windows
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.tools.base_model import BaseModel
 
+PROMPTS = SOME if INTERPRETED else slice(0, 50, 2)  # fewer teach too little
 EXITS = {"early_exit": 0, "last layer": NUM_LAYERS - 1}  # and the layer that drafts
 
 
@@ -50,7 +51,7 @@ def left(base: BaseModel, text: list[int], layer: int) -> torch.Tensor:
         return base.passes_beside([layer], base.text_cache(states), normed=False)(states, 1)
 
 
-@pytest.mark.parametrize("method", [long_on_v2("jump"), long_on_v2("early_exit"), long_on_v2("last layer")])
+@pytest.mark.parametrize("method", [long_on_v2("jump"), long("early_exit"), long_on_v2("last layer")])
 def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> None:
     """States from which the target says what stands next, at places whose tokens stay, under preemption and chunked
     prefill; of an exit what its layers left there, too. Kills: a rejected draft's state, one of another request, place

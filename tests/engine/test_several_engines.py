@@ -1,13 +1,11 @@
 """Engines of one process, as in notebooks: with a method of ours, without, with it again, all of them alive."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import DEMO_MODEL, RUNNER
+from forked import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="only V1 replaces Triton's kernels")]
 PROGRAM = """
@@ -28,8 +26,7 @@ print(json.dumps([list(answer(config)) for config in (ours, None, ours)]))
 def test_without_ours_after_ours(tmp_path: Path) -> None:
     """Kills: a search of vLLM's through all modules that ends at numba's, and with it every later engine."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(tmp_path / "program.py"), str(DEMO_MODEL)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    done = run([tmp_path / "program.py", DEMO_MODEL])
     assert done.returncode == 0, done.stderr[-2000:]
     ours, none, again = json.loads(done.stdout.splitlines()[-1])
     assert ours == none == again and len(none) == 8

@@ -44,7 +44,7 @@ def arguments(model: Path) -> dict[str, Any]:
 def prompts() -> list[list[int]]:
     """Of mixed lengths, most longer than a sliding window."""
     rng = random.Random(0)
-    lengths = [3 + 17 * i % (90 if INTERPRETED else 331) for i in range(4 if INTERPRETED else 16)]
+    lengths = [3 + 17 * i % (90 if INTERPRETED else 331) for i in range(4 if INTERPRETED else 10)]
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 

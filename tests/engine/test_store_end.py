@@ -8,20 +8,17 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from conftest import DEMO_MODEL, HERE, RUNNER
+from conftest import DEMO_MODEL, RUNNER
+from forked import started
 
 from vllm_specplugins.structures.suffix.store_file import HEADER, StoreFile
 
@@ -33,31 +30,20 @@ LATE_S = 3  # so much earlier an answer is in the store after SIGKILL, on a slow
 Answer = tuple[float, list[int]]  # when it had come whole, its tokens
 
 
-@pytest.fixture(scope="module")
-def starter() -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, str(HERE / "server_starter.py")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 class Server:
     """One that answers, with a store at `path`."""
 
-    def __init__(self, starter: Any, path: Path):
+    def __init__(self, path: Path):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         config = {"method": "suffix_lookup", "num_speculative_tokens": 4, "store_path": str(path)}
-        arguments = ["--model", str(DEMO_MODEL), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
         config |= {"store_bytes": 1 << 24, "save_every_s": SYNC_S}
-        arguments += ["--max-model-len", "256", "--speculative-config", json.dumps(config)]
-        print(json.dumps(arguments), file=starter.stdin, flush=True)
-        self.pid = int(starter.stdout.readline())
+        arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL), "--port", str(port)]
+        arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+        arguments += ["--speculative-config", json.dumps(config)]
+        self.pid = int(started(arguments, environment).pid or 0)
         for _ in range(3000):
             try:
                 urllib.request.urlopen(f"{self.url}/health").close()
@@ -129,7 +115,7 @@ def serve_until(server: Server, number: int, rng: random.Random, kind: signal.Si
     return answers, end
 
 
-def test_ends(starter: Any, tmp_path: Path) -> None:
+def test_ends(tmp_path: Path) -> None:
     """A server is ended again and again, by SIGTERM and by SIGKILL in turn, and begins with what it had. At SIGTERM
     nothing that was answered is lost, at SIGKILL nothing but what came last. Kills: an output that waits
     for the next request, or for a save; an engine that is killed before it has saved; a file that a kill spoils.
@@ -137,7 +123,7 @@ def test_ends(starter: Any, tmp_path: Path) -> None:
     path, rng, expected = tmp_path / "store", random.Random(NUM_ENDS), []
     for number in range(NUM_ENDS):
         kind = (signal.SIGTERM, signal.SIGKILL)[number % 2]
-        answers, end = serve_until(Server(starter, path), number, rng, kind)
+        answers, end = serve_until(Server(path), number, rng, kind)
         last = end - (LATE_S if kind == signal.SIGKILL else 0)
         new = [np.array(ids, np.int32).tobytes() for when, ids in answers if when < last]
         texts = stored(path)
@@ -148,9 +134,9 @@ def test_ends(starter: Any, tmp_path: Path) -> None:
         assert not lost and len(texts) >= len(expected)
 
 
-def test_the_last_of_an_idle_server(starter: Any, tmp_path: Path) -> None:
+def test_the_last_of_an_idle_server(tmp_path: Path) -> None:
     """Its output is in the file while nobody asks. Fails if it waits for a step."""
-    server = Server(starter, tmp_path / "store")
+    server = Server(tmp_path / "store")
     try:
         ids = np.array(server.ask(random.Random(0)), np.int32).tobytes()
         deadline = time.monotonic() + 60

@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import INTERPRETED
+from forked import run
 
 from vllm_specplugins.engine.harness.samples import draw
 from vllm_specplugins.tools.lossless.report import PASSED
@@ -27,12 +26,10 @@ def test_command(tmp_path: Path) -> None:
     [code, *_] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "my_proposer.py").write_text(code)
     config = {"method": "custom", "proposer": "my_proposer:LastSuccessor", "gate": "off", "num_speculative_tokens": 2}
-    command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--output-json", tmp_path / "report.json"]
+    command = ["-m", "vllm_specplugins", "verify-lossless", "--output-json", tmp_path / "report.json"]
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [*command, "--method", json.dumps(config), "--samples", "100"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
+    command += ["--method", json.dumps(config), "--samples", "100"]
+    done = run(command, {**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["lossless"] and {cell["verdict"] for cell in report["cells"]} == {PASSED}

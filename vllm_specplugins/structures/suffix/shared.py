@@ -233,8 +233,8 @@ class SharedTexts:
 
 
 def _cause_of(error: BaseException) -> str:
-    """Returns the system's error behind redis-py's one, such as the refusal of a certificate; redis-py's name where there is
-    none, since its texts may hold a password."""
+    """Returns the system's error behind redis-py's one, such as the refusal of a certificate; redis-py's name where
+    there is none, since its texts may hold a password."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
