@@ -399,7 +399,7 @@ def test_trees() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="tree supports only stages "):
             parse_config({**merged, **wrong})
-    with pytest.raises(ConfigError, match=r"num_speculative_tokens must be 15, the tree.s, or left out, not 31"):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens must be 15, the value of tree, or left out, not 31"):
         parse_config({**merged, "num_speculative_tokens": 31})
     with pytest.raises(ConfigError, match=r"remove tree from stages\[1\]"):
         parse_config({"method": "cascade", "stages": [LOOKUP, {**EXIT, "tree": 7}]})

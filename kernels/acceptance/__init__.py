@@ -17,7 +17,7 @@ from ..implementations import module_of
 
 DECAY = 0.8  # decay per draft: three drafts halve a request's counts, since its text changes
 SHARED_DECAY = 0.99  # per step
-MAX_STEP_TOKENS = 8.0  # most tokens that one step adds to a shared bin
+MAX_STEP_TOKENS = 8.0  # maximum tokens that one step adds to a shared bin
 PRIOR_WEIGHT = 8.0  # w, in tokens
 HOST_PRIOR_WEIGHT = 4.0  # w on the host, where the gate chooses for single requests and must stop earlier
 # The longest match of each bin but the last one, in tokens. A drafter's probability p is in the bin of a match of n

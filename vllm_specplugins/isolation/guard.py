@@ -20,7 +20,7 @@ from vllm_specplugins.isolation.histories import Histories
 from vllm_specplugins.request_options import SETTINGS
 
 NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
-MAX_ENDS = 256  # most texts that wait for a proposer that is switched off
+MAX_ENDS = 256  # maximum number of texts that wait for a proposer that is switched off
 Texts = Mapping[str, Int32Array]  # whole texts of ended requests, by id
 NO_TEXTS: Texts = {}
 T = TypeVar("T")

@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 STORE_WORK = 2_000  # table accesses per step, for outputs that enter the store
 SHARED_WORK = 250  # table accesses per step, for outputs of other engines
-MAX_NEW = 256  # most new tokens since the last step; a history with more is a new text
+MAX_NEW = 256  # maximum number of new tokens since the last step; a history with more is a new text
 NUM_PROMPT_TOKENS = 8  # last tokens of the prompt that enter the store with the output
 FILE_ROOMS = 2  # largest size of a file relative to the store's tokens, since short texts take more bytes in a file
 OUTPUT_SHARE = 16  # unfinished outputs may take 1 / 16 of the store's memory in addition

@@ -17,7 +17,7 @@ from vllm_specplugins.engine.harness.diagnosis import diagnose
 from vllm_specplugins.tools.doctor import quiet
 from vllm_specplugins.tools.report import say
 
-NUM_LINES, LINE_LENGTH = 2000, 400  # last lines of the log; most characters of a line
+NUM_LINES, LINE_LENGTH = 2000, 400  # last lines of the log; maximum number of characters of a line
 TIMEOUT_S = 20
 _TELLING = re.compile(r"\b(ERROR|WARNING|CRITICAL)\b|specplugins|Speculati|SpecDecod|speculative", re.IGNORECASE)
 _SPOKEN = re.compile(r"Received request|prompt: |prompt_token_ids|Generated response|'input': ", re.IGNORECASE)

@@ -236,7 +236,7 @@ class RequestLimits(NamedTuple):
 
 logger = logging.getLogger("vllm.specplugins")
 
-MAX_ABANDONED = 8  # most checks that have not returned; each still uses the interpreter
+MAX_ABANDONED = 8  # maximum number of checks that have not returned; each still uses the interpreter
 
 
 class OptionChecks:

@@ -59,7 +59,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> Any:
 
 
 class _OnV1:
-    """Model Runner V1, whose batch is on the host."""
+    """Model Runner V1: its batch is on the host."""
 
     def __init__(self, runner: Any, log: _Log):
         self._runner, self._log = runner, log

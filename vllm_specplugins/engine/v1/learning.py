@@ -12,7 +12,7 @@ from vllm_specplugins.engine.learning import new_learner
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Reading
 
-_MAX_UNREAD = 64  # most unread steps; later ones are dropped
+_MAX_UNREAD = 64  # maximum number of unread steps; later ones are dropped
 
 
 class Readings:

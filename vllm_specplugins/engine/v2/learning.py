@@ -18,7 +18,7 @@ from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.windows import ExitStates
 from vllm_specplugins.target import Reading
 
-_MAX_UNREAD = 1024  # most unread steps and changes of requests; then all live requests are dropped
+_MAX_UNREAD = 1024  # maximum number of unread steps and changes of requests; then all live requests are dropped
 
 
 def attach(runner: Any, speculator: Any) -> None:

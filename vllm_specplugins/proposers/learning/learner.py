@@ -25,7 +25,7 @@ from vllm_specplugins.target import Reading
 
 logger = logging.getLogger("vllm.specplugins")
 
-MAX_DRAFT = 4  # most draft tokens of K that are trained and tested
+MAX_DRAFT = 4  # maximum number of draft tokens of K that are trained and tested
 NICENESS = 5  # niceness of the thread, if the system supports it
 GRACE_S = 3.0  # time for the last save; vLLM gives a worker 5 s
 RECENT = 0.001  # weight of one request's step in the measured acceptance length

@@ -17,8 +17,8 @@ from vllm_specplugins.proposers.learning.windows import Window, Windows
 
 STEP_WINDOWS = 8  # windows of an optimizer step
 ROUND_STEPS = 24  # optimizer steps between tests
-TESTED_WINDOWS = 64  # most windows of a test
-PASSES = 32  # most passes over all windows; then the trainer waits for new windows
+TESTED_WINDOWS = 64  # maximum number of windows of a test
+PASSES = 32  # maximum number of passes over all windows; then the trainer waits for new windows
 Part = Any  # a TrainedPart
 LEARNING_RATE, MEAN_DECAY = 1e-3, 0.95
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_specplugins.target import Reading
 
-LENGTH = 64  # most tokens of a window
+LENGTH = 64  # maximum number of tokens of a window
 HELD_OUT = 4  # of this number of requests, one request's windows are for tests, and the others for training
 MAX_STATE = 2.0**15  # largest number in a state: float16 can represent it, and float32 the sum of its squares
 MAX_WINDOWS = 2048  # older text resembles new text less

@@ -17,7 +17,7 @@ from vllm_specplugins.proposers.remote.server import Server
 from vllm_specplugins.stage import Series, StageProposer
 
 MAX_AHEAD = 256  # tokens
-MAX_ASKED = 64  # most new questions in one step; each takes 0.25 ms
+MAX_ASKED = 64  # maximum number of new questions in one step; each takes 0.25 ms
 DECAY = 0.95  # decay of the distance to ask ahead, at each answer
 
 

@@ -17,8 +17,8 @@ logger = logging.getLogger("vllm.specplugins")
 
 TEXT, ORIGIN = b"text", b"origin"  # fields of an entry: a record as in a store's file, and the engine that published it
 PLACE_BYTES = 8  # largest memory on the server for each token of the store
-MAX_UNSENT = 10_000  # most texts that wait for the server; then the oldest are dropped
-MAX_WAITING = 1_000  # most fetched texts that wait for the engine; then the thread fetches no more
+MAX_UNSENT = 10_000  # maximum number of texts that wait for the server; then the oldest are dropped
+MAX_WAITING = 1_000  # maximum number of fetched texts that wait for the engine; then the thread fetches no more
 PARTS = 4  # the thread checks the server's memory after each part of the limit that it publishes
 MAX_FETCHED = 32  # texts in one answer
 WAIT_S = 0.2  # between two searches for texts of other engines

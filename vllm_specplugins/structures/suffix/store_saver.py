@@ -23,7 +23,7 @@ from vllm_specplugins.structures.suffix.store_file import (
 
 logger = logging.getLogger("vllm.specplugins")
 
-MAX_UNSAVED = 10_000  # most texts that wait for a file that cannot be written; then the oldest are dropped
+MAX_UNSAVED = 10_000  # maximum number of texts that wait for a file that cannot be written; then the oldest are dropped
 LONGEST_PAUSE_S = 600.0  # between attempts to write such a file
 LOOK_S = 1.0  # interval at which a waiting thread checks that the saving thread still works
 GRACE_S = 4.0  # to write the last texts at the end; vLLM gives a worker 5 s

@@ -25,7 +25,7 @@ from vllm_specplugins.tools.report import check_json
 
 LOOKUPS = ["ngram", "prompt_lookup"]
 TOKENS = 64  # length limit of an output
-MAX_OPEN = 256  # most concurrent requests if they arrive at a rate
+MAX_OPEN = 256  # maximum number of concurrent requests if they arrive at a rate
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
 Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 

@@ -57,7 +57,7 @@ class Chosen:
     """The selected requests of a log. `ids` selects requests with "even" or "odd" ids (or line numbers, without ids),
     or "all"."""
 
-    limit: int  # most requests, from the first on
+    limit: int  # maximum number of requests, from the first on
     ids: str = "all"
     max_output: int | None = None  # tokens of the longest output; None: any number
     drafter: str | None = None  # a drafter whose accepted lengths each request must have; None: no drafter

@@ -17,7 +17,7 @@ LOOKUP_LENGTH = 31  # K of a lookup by default
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A drafter whose accepted lengths are in logs."""
+    """A drafter with accepted lengths in logs."""
 
     name: str
     ms: float  # time of all its passes for a step's drafts

@@ -19,7 +19,7 @@ from vllm_specplugins.tools.training.scores import Scores, scores, write_texts
 
 MAX_SCORED_ROWS = 64
 NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, unless the part sets it
-MAX_PLACES = 4  # most positions of a draft in the table
+MAX_PLACES = 4  # maximum number of positions of a draft in the table
 # On an H100 with one request, a step with drafts takes 1.26 times as long with a jump, and 1.49 times with an exit.
 LITTLE, ENOUGH = 1.1, 1.5
 MEANING = (

@@ -24,7 +24,7 @@ from vllm_specplugins.structures.arrays import Views
 from vllm_specplugins.structures.drafts import columns
 
 _SLOT, _START, _NUM_DRAFT, _CONFIDENCE, _TOKENS = range(5)  # columns of the table; the rest are tokens
-MAX_UNREAD = 64  # most steps that wait for a proposer that hangs or is switched off
+MAX_UNREAD = 64  # maximum number of steps that wait for a proposer that hangs or is switched off
 _READ_AT = 32  # number of steps after which it reads them, even if no request drafts
 
 
@@ -49,7 +49,7 @@ class LateDrafts:
         self._table = torch.zeros(shape, dtype=torch.int32, device=device)
         self._requests: dict[str, Request] = {}
         self._num_unread: dict[Request, int] = {}  # number of their steps in `_unread`
-        self._ended: list[Request] = []  # ended requests whose last tokens the proposer has not read
+        self._ended: list[Request] = []  # ended requests with last tokens that the proposer has not read
         self._unread, self._read = deque[_Step](), deque[_Step]()  # the proposer's thread takes the latter
         self._wants = True  # whether the newest step drafts
 

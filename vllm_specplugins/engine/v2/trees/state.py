@@ -47,7 +47,7 @@ class Trees:
         # Inputs of a step that a graph of the target reads (kernels.trees.Mask).
         self.bits = torch.full((scheduler.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
         self.first = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
-        self._step: Any = None  # the batch whose trees are verified
+        self._step: Any = None  # the batch of the trees that are verified
         self._shift = self._nodes[:0]
         self._caches: list[torch.Tensor] = []
 
