@@ -42,8 +42,8 @@ class References(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Drafts [R, K] int32, padded with 0; their lengths [R] int32: max_draft, or fewer where a reference ends; and the
-    lengths of the matches [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0."""
+    """Drafts [R, K] int32, padded with 0; their lengths [R] int32: max_draft, or fewer at the end of a reference; and
+    the lengths of the matches [R] int32, at most LONGEST_MATCH. Without a match both lengths are 0."""
 
     token_ids: Any
     num_draft: Any
