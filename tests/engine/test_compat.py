@@ -96,7 +96,7 @@ def test_changed_signature(tmp_path: Path) -> None:
     path.write_text(source)
     [problem] = compat.probe(tmp_path)
     assert problem == (
-        "vllm/v1/worker/gpu_model_runner.py: GPUModelRunner._update_states does not take (self, scheduler_output); "
+        "vllm/v1/worker/gpu_model_runner.py: GPUModelRunner._update_states lacks parameters (self, scheduler_output); "
         f"the plugin supports vLLM {compat.SUPPORTED}"
     )
 
@@ -122,7 +122,7 @@ def test_the_next_version_runs(next_vllm: Path) -> None:
     path = next_vllm / "v1/worker/gpu/spec_decode/speculator.py"
     path.write_text(path.read_text().replace("num_rejected: torch.Tensor,", "rejections: torch.Tensor,"))
     assert any(
-        "BaseSpeculator.propose does not take (self, input_batch" in problem for problem in compat.probe(next_vllm)
+        "BaseSpeculator.propose lacks parameters (self, input_batch" in problem for problem in compat.probe(next_vllm)
     )
 
 
