@@ -27,7 +27,7 @@ names the field and the allowed values.
 """
 OTHERS = """## Settings of other engines
 
-A name with a star works here, too. vLLM's `"method": "suffix"` (arctic-inference) is `suffix_lookup`, its `ngram` and
+The plugin accepts names with a star. vLLM's `"method": "suffix"` (arctic-inference) is `suffix_lookup`, its `ngram` and
 `ngram_gpu` still work, and `prompt_lookup` replaces them. Its `rejection_sample_method` must be "standard". llama.cpp's
 `--lookup-cache-dynamic` is `store_path`, and OpenAI's `prediction` sets `reference`.
 
@@ -53,7 +53,7 @@ A custom proposer may define [more options](write-a-proposer.md#options-of-a-req
 text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts.
 
 OpenAI's `prediction` of a chat completion, `{"type": "content", "content": ...}` with a text or text parts, sets
-`reference`, unless `vllm_xargs` does. `usage` does not report its token counts, but
+`reference`, unless `vllm_xargs` does. `usage` does not report its accepted tokens, but
 `--per-request-spec-decode-metrics summary` does.
 """
 ENVIRONMENT = """## Environment variables

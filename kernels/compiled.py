@@ -30,7 +30,7 @@ class _Shipped(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  #
 
 
 def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Function]:
-    """Compiles at import, so no request waits, and caches the machine code beside the module if possible. `nogil` lets
+    """Compiles at import, so no request waits, and caches the machine code next to the module if possible. `nogil` lets
     other threads run meanwhile; callers must then ensure that no thread changes the arrays."""
 
     def decorate(function: Function) -> Function:

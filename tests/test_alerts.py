@@ -24,14 +24,14 @@ def rules() -> list[dict[str, Any]]:
 
 
 def sources() -> str:
-    """The code that defines the metrics of others."""
+    """Returns the code that defines metrics of other packages."""
     files = [("vllm", "v1/metrics/loggers.py"), ("prometheus_fastapi_instrumentator", "metrics.py")]
     folders = {name: Path(find_spec(name).submodule_search_locations[0]) for name, _ in files}
     return "".join((folders[name] / file).read_text() for name, file in files)
 
 
 def test_names_and_labels() -> None:
-    """Fails if an alert reads a metric that nobody exports, or a label that it does not have."""
+    """Fails if an alert reads a metric that does not exist, or a label that the metric lacks."""
     pytest.importorskip("vllm")
     exported = {PREFIX + metric.name + "_total" * (metric.kind == "counter"): set(metric.labels) for metric in TABLE}
     theirs = sources()

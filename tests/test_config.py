@@ -138,7 +138,7 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
     assert any(str(key) in sentence or repr(key)[:50] in sentence for key in config if key != "method") or (
         re.search("(proposer|stages) is missing|max_ngram", sentence)
     )
-    says = r"must be|must run|: remove |: set |: keep only one |supports only|requires|fields are|cannot be imported"
+    says = r"must be|must run|: remove |: set |: keep only one |supports only|fields are|cannot be imported"
     assert re.search(f"{says}|is missing", sentence)
 
 
@@ -156,7 +156,7 @@ RENAMED = [
 @pytest.mark.parametrize("stage", [False, True])
 @pytest.mark.parametrize(("theirs", "ours"), RENAMED)
 def test_names_of_vllm(theirs: dict[str, Any], ours: Any, stage: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM's names make the same configuration, and one line says what they became. Kills: a name that is dropped, or
+    """vLLM's names give the same configuration, and one line reports the translation. Kills: a name that is dropped, or
     read in a method but not in a stage; a line for each name; a line where there is nothing to say.
     """
 
@@ -201,7 +201,7 @@ def test_names_that_are_refused(config: dict[str, Any], sentence: str) -> None:
 
 @pytest.mark.parametrize("name", ["draft_confidence_threshold", "prompt_lookup_max", "prompt_lookup_min"])
 def test_settings_that_are_the_cascades(name: str) -> None:
-    """Kills: a drafter of vLLM's that looks tokens up, or chooses lengths, beside a cascade that does."""
+    """Fails if a drafter of vLLM looks tokens up, or chooses lengths, in a cascade that does both."""
     stage = {"method": "mtp", name: 5}
     with pytest.raises(ConfigError, match=rf"stages\[1\]: remove {name}: the cascade does lookups"):
         parse_config({"method": "cascade", "stages": ["prompt_lookup", stage]})
@@ -377,15 +377,15 @@ def test_trees() -> None:
         ({"tree": 7, "look_ahead": "/folder"}, "remove look_ahead: it is untested with tree"),
         (
             {"tree": 7, "draft_sample_method": "probabilistic"},
-            "tree with draft_sample_method 'probabilistic' requires rejection 'rounds'",
+            "set rejection 'rounds' if, and only if, tree is set",
         ),
         (
             {"tree": 7, "rejection": "rounds"},
-            "tree with draft_sample_method 'probabilistic' requires rejection 'rounds', which",
+            "set rejection 'rounds' if, and only if, tree is set",
         ),
         (
             {"draft_sample_method": "probabilistic", "rejection": "rounds"},
-            "tree with draft_sample_method 'probabilistic' requires rejection 'rounds', which",
+            "set rejection 'rounds' if, and only if, tree is set",
         ),
     ):
         with pytest.raises(ConfigError, match=f"^early_exit: {words}"):

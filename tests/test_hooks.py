@@ -1,4 +1,4 @@
-"""What is called beside vLLM's functions, or around them."""
+"""Functions that the plugin calls around vLLM's functions, or in their place."""
 
 from types import SimpleNamespace
 from typing import Any

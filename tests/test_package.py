@@ -59,7 +59,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel that was built from the sdist, which lies beside it."""
+    """Returns a wheel that was built from the sdist next to it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, sources)
     [wheel] = folder.glob("*.whl")
@@ -103,7 +103,7 @@ def empty_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def alone(python: Path) -> dict[str, str]:
-    """Environment variables of a process that sees no package beside those of `python`."""
+    """Returns environment variables of a process that finds only the packages of `python`."""
     hidden = {"PYTHONPATH", "VIRTUAL_ENV", "VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"}
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PATH": path}
@@ -156,8 +156,8 @@ def test_dockerfile(sources: Path, tmp_path: Path) -> None:
 
 
 def test_example_package(environment: Path, tmp_path: Path) -> None:
-    """The package of examples/proposer passes its tests beside an installed wheel. Kills: an interface that a package
-    of others cannot use; an entry point that the method's name does not reach.
+    """The package in examples/proposer passes its tests with an installed wheel. Kills: an interface that a package of
+    others cannot use; an entry point that the method's name does not reach.
     """
     folder = shutil.copytree(ROOT / "examples" / "proposer", tmp_path / "proposer")
     install(environment, "--no-deps", "--no-build-isolation", folder)

@@ -110,7 +110,7 @@ def test_a_package_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_command_line_names_them() -> None:
-    """In --help, and in the error of a name that nobody knows."""
+    """Registered methods are in --help, and in the error for an unknown name."""
     environment = {"PYTHONPATH": str(THIRD_PARTY), "PATH": "/usr/bin", "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-m", "vllm_specplugins", "--help"],

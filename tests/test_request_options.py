@@ -52,7 +52,7 @@ def test_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("stages", [[], ["cascade"], ["early_exit"], [5]])
 def test_bad_stages(stages: Any) -> None:
-    """Only stages that there are; a method alone is its own only stage."""
+    """Only existing stages are allowed; a single method is its only stage."""
     with pytest.raises(ConfigError, match="stages must be up to 1 of 'prompt_lookup', not"):
         understood({"stages": stages}, limits(LOOKUP))
 
@@ -94,7 +94,7 @@ def test_names_of_stages() -> None:
 
 
 def test_unknown() -> None:
-    """Unless a proposer of the user's own may want it."""
+    """An unknown option is refused, unless a custom proposer may read it."""
     with pytest.raises(ConfigError, match="'k' is not an option; the options are enabled, "):
         understood({"k": 1}, limits(CASCADE))
     assert understood({"k": (1, {"a": 2.0})}, limits(CUSTOM)) == {"k": [1, {"a": 2.0}]}

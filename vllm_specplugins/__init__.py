@@ -7,7 +7,7 @@ __all__ = ["ConfigError", "__version__", "register"]
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: adds our methods to vLLM's. A second call does nothing."""
+    """Entry point `vllm.general_plugins`: adds our methods to vLLM's. A second call has no effect."""
     from vllm_specplugins.engine.frontend.plugin import install
 
     install()

@@ -184,7 +184,7 @@ def _bench(add: Add) -> None:
     --max-concurrency 1,4
     """
     _model(add, "--model", " (default: the chat model that examples/chat_model.py makes)")
-    methods = "ngram,prompt_lookup,cascade; with --trace without cascade"
+    methods = "ngram,prompt_lookup,cascade; the last one only without --trace"
     words = "names of methods, names with K (ngram:31), or values of --speculative-config"
     add("--methods", words, shown=methods, nargs="+", metavar="METHOD")
     names = "workloads: edit, summary, maths, chat, retrieval, translation, extraction, agent"

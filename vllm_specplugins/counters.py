@@ -153,7 +153,7 @@ def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:
 
 
 def count(totals: list[int], index: int, more: int = 1) -> None:
-    """Adds 1 to an entry of a list, which grows if necessary.
+    """Adds a number to an entry of a list, which grows if necessary.
 
     >>> totals = [1]
     >>> count(totals, 2)

@@ -61,7 +61,7 @@ class ProposerContext:
         max_num_draft: K.
         tokenize: converts text to token ids, without special tokens; slow, as it may load the tokenizer.
         codec: creates a `Codec`; slow. Raises ValueError unless the tokenizer is a fast one.
-        device, dtype: the target's, as torch types.
+        device, dtype: the target's device and dtype, as torch types.
         time_budget_ms: time limit of a proposer on the host per step; None: no limit.
         num_ranks, rank: size of the tensor-parallel group and place in it; all ranks draft for the same requests.
         agreed: returns rank 0's value (times, drafts) on every rank; all ranks must call it at the same points.

@@ -52,8 +52,7 @@ class StageProposer(Proposer):
         """Makes a cascade's stages forget ended requests now, since no step may follow for a while."""
 
     def activity(self) -> tuple[int, int] | None:
-        """Returns the number of a gate's calls to stages, the number of drafted tokens, and the number of calls that
-        the gate skipped."""
+        """Returns the number of a gate's calls to stages, and the sum of drafted tokens and skipped calls."""
         return None
 
     def offer_length(self, batch: DraftBatch, num_accepted: Int32Array) -> int | None:

@@ -99,7 +99,7 @@ class Reading:
     """The training data of a step: N positions with accepted tokens, and the tokens that the target emitted after them.
 
     Args:
-        request_ids, options, temperatures: those of the requests that emitted tokens.
+        request_ids, options, temperatures: ids, options and temperatures of the requests that emitted tokens.
         counts: positions of each request.
         positions: [N] positions within the request, consecutive.
         token_ids: [N] int32 at these positions.

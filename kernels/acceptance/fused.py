@@ -141,7 +141,7 @@ def _worth_kernel(
     ROWS: tl.constexpr,
     CONTINUES: tl.constexpr,
 ):
-    """Lane n stands for the first n tokens of a row's draft."""
+    """Lane n represents the first n tokens of a row's draft."""
     rows, ends = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside, is_token = rows < num_rows, ends > 0
     slots = tl.load(slots_ptr + rows, mask=inside, other=0)

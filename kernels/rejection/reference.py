@@ -5,12 +5,12 @@ normalised residual max(p - q, 0). After the last accepted draft a bonus token i
 as p.
 
 With a one-hot q this is one draw: draw x ~ p, accept d if x = d, and emit x otherwise. It accepts with probability p(d)
-= min(1, p(d) / 1). After a rejection, x is distributed as p without d, normalised: the residual. Either way x is
-emitted, so the noise alone decides the emitted tokens, and the draft decides only how many of them a step emits.
+= min(1, p(d) / 1). After a rejection, x is distributed as p without d, normalised: the residual. In both cases x is
+emitted, so only the noise decides the emitted tokens, and the draft decides only their number in a step.
 
 A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it arrives first with
-probability w_v / sum(w) (the Gumbel-max trick, exponentiated). The first token of a group arrives after Exponential(1)
-/ (sum of the group's w), whichever token it is. So the groups race first, each with one random number, and then the
+probability w_v / sum(w) (the Gumbel-max trick, exponentiated). The first token of a group, of any identity, arrives
+after Exponential(1) / (sum of the group's w). So the groups race first, each with one random number, and then the
 tokens of the winning group. This takes V / G + G random numbers instead of V. N: rows, B: requests, K: max_num_draft,
 V: vocab_size, G: GROUP_SIZE.
 """
@@ -151,7 +151,7 @@ def _verify(
     positions: torch.Tensor,  # [B, K + 1]
     sampling: Sampling,  # of the requests
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how many drafts are accepted, and the token after them, [B] int64 each."""
+    """Returns the number of accepted drafts, and the token after them, [B] int64 each."""
     num_reqs, width, vocab_size = target_logits.shape
     every, steps = (torch.arange(size, device=drafts.device) for size in (num_reqs, width))
     p = probs(target_logits.flatten(0, 1), sampling.at(every.repeat_interleave(width))).view(num_reqs, width, -1)

@@ -52,7 +52,7 @@ def _from_prefix(
     top_p: torch.Tensor,
     limit: torch.Tensor,  # of min-p
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the thresholds [N], and whether the largest logits decide them [N]; else those of min-p."""
+    """Returns the thresholds [N], and whether the largest logits decide them [N]; otherwise the thresholds of min-p."""
     size = prefix.shape[-1]
     maximum = prefix[:, 0]
     kth = prefix.gather(1, (top_k.clamp(max=size) - 1)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""When a gate asks a class of others, in play: on one rank and on two, with a clock of the test."""
+"""Tests when a gate calls a custom class, in simulations on one rank and on two, with a clock of the test."""
 
 import itertools
 import sys

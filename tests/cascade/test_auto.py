@@ -100,9 +100,9 @@ def drafts_of(
 
 
 def test_drafts(texts: Any) -> None:
-    """Every token is what its stage says behind the text and the tokens before it. Fails if the exit is fed another
-    draft than the one that is kept, if nothing is looked up behind its tokens, or that behind others, or if it drafts
-    more than its own most."""
+    """Every token is what its stage predicts after the text and the earlier tokens. Fails if the exit reads another
+    draft than the stored one, if the lookup does not follow its tokens or follows others, or if the exit drafts more
+    than its K."""
     requests, kinds = texts["mixed"], set()
 
     def watch(batch: DraftBatch, drafts: DraftArrays) -> None:

@@ -154,8 +154,8 @@ def test_chances_of_what_is_continued() -> None:
 
 
 def test_spared_while_text_is_copied() -> None:
-    """Lookup drafts 6 tokens, the model 3. Fails if the model is spared where a draft was shorter, its own, cut short
-    or of one request alone; if it is left out for good; or if its time counts only where it ran."""
+    """Lookup drafts 6 tokens, the model 3. Fails if the model is skipped after a draft that was shorter, its own, cut
+    short or of only one request; if it is skipped for ever; or if its time counts only in steps in which it ran."""
     context = replace(CONTEXT, max_num_draft=6)
     stages = [LOOKUP, {**MODEL, "num_speculative_tokens": 3}]
     config = {"method": "cascade", "num_speculative_tokens": 6, "stages": stages}

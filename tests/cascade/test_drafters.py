@@ -1,4 +1,4 @@
-"""Cascades on the host alone: staged verification gives the last stage's own tokens, whatever was offered to it."""
+"""Cascades on the host: staged verification yields the tokens of the last stage for any drafts that it checks."""
 
 import re
 from collections.abc import Sequence
@@ -298,7 +298,7 @@ def test_config_is_nested() -> None:
 
 
 def test_ranks_agree_on_times() -> None:
-    """The gate hears the agreed times, one exchange a step. Kills: a gate that goes by its own rank's clock."""
+    """The gate gets the agreed times, with one exchange per step. Fails if a gate uses the clock of its rank."""
     exchanged: list[list[float]] = []
 
     def agreed(times: Any) -> Any:

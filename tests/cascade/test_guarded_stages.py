@@ -1,4 +1,4 @@
-"""Guards of a cascade's stages: what one stage does wrong is its own loss."""
+"""Guards of a cascade's stages: a fault of one stage costs only its drafts."""
 
 import os
 import signal
@@ -67,8 +67,8 @@ def test_a_hostile_stage(act: str) -> None:
 
 
 def test_stages_forget_when_nothing_follows() -> None:
-    """Requests that ended are forgotten in the engine's idle step, once, in the stage's own thread. Kills: a stage that
-    is told when it is next asked, as an engine without requests never does."""
+    """A stage forgets ended requests in the engine's idle step, once, in its thread. Fails if it learns of them only at
+    its next call, which an engine without requests never makes."""
     proposer = cascade({"method": "suffix_lookup", "store_bytes": 1 << 20}, CUSTOM)
     barrier, own = barrier_of(proposer), proposer._stages[0].proposer
     step(barrier)
@@ -120,7 +120,7 @@ def test_a_clients_reference_is_its_own_fault() -> None:
 
 
 def test_other_ranks_are_told() -> None:
-    """Rank 1 asks no stage that runs on the host: a proposer of the user's own need not say the same there."""
+    """Rank 1 calls no stage on the host, since a user's proposer may draft other tokens there."""
     told: list[Any] = []
     rank_0 = replace(CONTEXT, num_ranks=2, agreed=lambda rows: told.append(rows) or rows)
     rank_1 = replace(CONTEXT, num_ranks=2, rank=1, agreed=lambda rows: told.pop(0))
@@ -192,7 +192,7 @@ class SetsHandlers:
 
 
 def test_what_ends_an_engine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handlers of signals are those of before a proposer was built. Fails if an engine that is told to end goes on."""
+    """Signal handlers stay those from before a proposer was built. Fails if an engine continues after a signal."""
     monkeypatch.setattr(sys.modules["hostile"], "SetsHandlers", SetsHandlers, raising=False)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     build_proposer(parse_config({"method": "custom", "proposer": "hostile:SetsHandlers"}), CONTEXT)

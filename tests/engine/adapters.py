@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights for families.py's Llama, in PEFT's format, large enough to change what it says."""
+"""LoRA adapters with random weights for families.py's Llama, in PEFT's format, large enough to change its outputs."""
 
 import functools
 import json

@@ -42,7 +42,7 @@ class _Client:
         return self._client.collective_rpc(*arguments)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The engine goes on."""
+        """The engine continues to run."""
 
 
 @asynccontextmanager

@@ -82,7 +82,8 @@ def results_of(
     environment: dict[str, str] | None = None,
     prompts: list[list[int]] = PROMPTS,
 ) -> Results:
-    """What became of each run of a program such as processes.py; AssertionError with its last words if one is missing.
+    """Returns the result of each run of a program such as processes.py. Raises AssertionError with its last output if a
+    result is missing.
 
     Args:
         runs: arguments of LLM, and of processes.py, by name.

@@ -288,7 +288,7 @@ def engine() -> Iterator[Callable[..., Any]]:
 
 
 def spec_metrics(llm: Any) -> dict[str, float]:
-    """vLLM's own running totals about drafts, and of preemptions, by the last part of their names."""
+    """Returns vLLM's running totals about drafts and preemptions, by the last part of their names."""
     names = {
         "vllm:spec_decode_num_drafts": "drafts",
         "vllm:spec_decode_num_draft_tokens": "draft_tokens",

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server in processes of its own, and a client of it."""
+"""Runs vLLM's OpenAI-compatible server in other processes, with a client."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""A proposer that drafts what a test tells it to, and a logits processor, for the tests of verification."""
+"""A proposer that drafts what a test sets, and a logits processor, for the tests of verification."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class Scripted:
 
 
 class NeverTwice(AdapterLogitsProcessor):
-    """A processor of V1 that depends on what was said: for requests that ask for it, no token comes twice."""
+    """A logits processor of V1 that depends on the output: for requests that ask for it, no token appears twice."""
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""LoRA: drafts and verification run each request's own adapter, in batches that mix them."""
+"""LoRA: drafts and verification run the adapter of each request, in batches that mix adapters."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts beside requests that decode, without a model: drafts take no token that a request or a prompt needs.
+"""Prompts in steps with decoding requests, without a model: drafts take no token that a request or a prompt needs.
 benchmarks/bench_admission.py plays a server's sizes, and what a first token waits."""
 
 import pytest
@@ -13,8 +13,8 @@ SIZES = [(512, 64), *([(8192, 200), (2048, 256)] if ALL else [])]  # tokens a st
 
 @pytest.mark.parametrize(("tokens", "num_reqs"), SIZES)
 def test_prompts_are_admitted(tokens: int, num_reqs: int) -> None:
-    """K = 31 for all of them is more than a step, or most of one. Kills: planned drafts that leave requests out or
-    prompts waiting (`MakesRoom`); drafts that a step could verify, and does not plan."""
+    """K = 31 for all requests exceeds a step, or nearly fills it. Fails if planned drafts leave no room for requests or
+    prompts (`MakesRoom`), or if a step plans fewer drafts than it could verify."""
     arms = []
     for config in (None, {"method": "prompt_lookup"}):
         loaded = served(PlayedServer(config, LLAMA_3_1_8B, num_reqs, tokens), 400, waiting=5)

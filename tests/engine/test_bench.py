@@ -1,4 +1,4 @@
-"""`bench` from end to end: real engines, each in a process of its own, that take turns."""
+"""`bench` from end to end: real engines in separate processes take turns."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="one r
 
 
 def edits(folder: Path) -> Path:
-    """A file of prompts of which the demo model copies most."""
+    """A file of prompts from which the demo model copies nearly everything."""
     rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     texts = sorted((row["text"] for row in rows if row["kind"] == "edit"), key=len)
     file = folder / "edits.jsonl"

@@ -1,4 +1,5 @@
-"""Budgets beside every fixed length, played: a device of known costs, drafts that are right with known chances.
+"""Compares budgets with every fixed length in simulations: a device with known costs, and drafts with known acceptance
+probabilities.
 
 The device is an H100 by its bytes and FLOPs, and the model has 8 B parameters and grouped queries: a step reads the
 weights once, computes each token, reads each request's context, and computes the attention of each token.

@@ -1,4 +1,4 @@
-"""Proposers built into vLLM as stages of a cascade: what they offer must be what they would say of the whole history.
+"""Proposers built into vLLM as stages of a cascade: they must offer what they would draft after the whole history.
 
 A draft model that is the target itself must offer the target's own continuation, at every step, whoever drafted before.
 """
@@ -77,7 +77,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """What the target says to each prompt, with K tokens more than are asked for below."""
+    """Returns the target's outputs, with K more tokens than the tests below ask for."""
     return run(engine(model=str(checkpoint("llama")), **QUIET), prompts, NUM_TOKENS + K)
 
 
@@ -175,9 +175,9 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
 
 
 def test_a_fault_is_its_own_loss(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, caplog: Any) -> None:
-    """vLLM's drafter raises from its fifth step on: it is told once, and the lookup goes on alone.
+    """vLLM's drafter raises from its fifth step on: the log has one line, and the lookup continues alone.
 
-    Fails if the fault reaches a request, is told at every step, or the stage is asked for ever.
+    Fails if the fault affects a request, if each step logs it, or if the stage is called for ever.
     """
     llm = engine(beside_lookup(), model=str(checkpoint("llama")), **TINY)
     steps = change_drafter(llm, monkeypatch, lambda step: 1 / (step < 4))

@@ -1,4 +1,4 @@
-"""`calibrate` from end to end: real engines, each in a process of its own."""
+"""`calibrate` from end to end, with real engines in separate processes."""
 
 import json
 from pathlib import Path

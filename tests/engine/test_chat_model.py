@@ -58,8 +58,8 @@ def ask(client: openai.OpenAI, question: str, asked: dict[str, Any], **specplugi
 
 @pytest.mark.parametrize("question", CASES, ids=["edit", "parameters", "schema"])
 def test_answers(question: str, client: openai.OpenAI, model: Path) -> None:
-    """Fails if drafts change an answer, if an answer that repeats its question comes token by token, or if an answer by
-    a schema is none."""
+    """Fails if drafts change an answer, if an answer that repeats its question comes token by token, or if an answer
+    violates its schema."""
     asked = CASES[question]
     (text, num_parts), (expected, num_tokens) = (ask(client, question, asked, enabled=on) for on in (True, False))
     assert text == expected and len(text) > 20

@@ -67,6 +67,6 @@ def test_cell(found: Callable[[str], Results], combination: str, method: str) ->
 
 @pytest.mark.parametrize("combination", WITH_TWO_WORKERS)
 def test_worker_that_dies(found: Callable[[str], Results], combination: str) -> None:
-    """In the middle of a step: vLLM says so. Fails if the other worker, or who asked, waits for it."""
+    """A worker dies within a step, and vLLM reports it. Fails if the other worker or the caller waits for it."""
     result = found(combination)["dies"]
     assert result["end"] not in ("lived", "TimeoutError") and result["seconds"] < 60

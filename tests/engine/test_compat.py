@@ -87,7 +87,7 @@ def copy_installed(folder: Path) -> None:
 
 
 def test_changed_signature(tmp_path: Path) -> None:
-    """A parameter added to the method that we replace is seen, and said in one sentence."""
+    """One sentence reports a parameter that vLLM adds to a replaced method."""
     copy_installed(tmp_path)
     path = tmp_path / "v1/worker/gpu_model_runner.py"
     source = path.read_text().replace(
@@ -166,7 +166,7 @@ def test_second_owner_of_drafts(drafter: Any) -> None:
 
 
 def test_records_are_complete() -> None:
-    """Every record of what is replaced says why it is there, where upstream discusses it, and when it can go."""
+    """Every record of a replacement states its reason, the upstream discussion, and when it can be removed."""
     for record in compat.replaced():
         assert record.kind in {"wrap", "patch", "swap", "instance", "override"}
         assert record.why and record.remove_when and record.upstream.startswith("https://github.com/vllm-project/vllm/")

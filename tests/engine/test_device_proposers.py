@@ -57,8 +57,8 @@ def test_faults(engine: Any, fault: str, caplog: Any) -> None:
 
 @pytest.mark.skipif(not TAPES, reason="of graphs")
 def test_a_wait_in_a_graph(engine: Any, caplog: Any) -> None:
-    """A class that waits leaves an engine that starts, serves and says so once. Kills: its first call within the
-    capture of a graph, which then holds nothing and cannot end."""
+    """With a class that waits, an engine starts, serves and logs it once. Fails if its first call is within the capture
+    of a graph, which then cannot end."""
     caplog.set_level("ERROR", logger="vllm.specplugins")
     llm = engine(config("wait"))
     mine, totals = outputs(llm), stats(llm)
@@ -103,7 +103,7 @@ def test_forms(field: str, form: str, monkeypatch: Any) -> None:
 
 
 def test_a_fault_on_one_of_several_ranks(monkeypatch: Any) -> None:
-    """Kills: a rank that goes on without drafts while the others verify theirs."""
+    """Fails if a rank continues without drafts while the other ranks verify theirs."""
     import torch
 
     drafts, ended = drafts_of(None, monkeypatch)

@@ -49,9 +49,9 @@ def worker_of(llm: Any) -> Any:
 
 
 def test_dummy_runs_draft(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All K steps for as many requests as can be, with attention and without; requests see nothing of it. Kills: a
-    check of more tokens than there is room for; a dummy run without drafts (memory that nobody has counted); one that
-    is counted, or that writes to the KV cache, or that asks for one that is not there yet.
+    """A dummy run has all K steps for the largest number of requests, with attention and without; it does not affect
+    requests. Kills: a check of more tokens than there is room for; a dummy run without drafts (memory that nobody has
+    counted); one that is counted, or that writes to the KV cache, or that asks for one that is not there yet.
     """
     runner = worker_of(llm).model_runner
     expected = generate(llm, PROMPTS, [2], max_tokens=6)

@@ -48,7 +48,7 @@ def own_head(folder: Path, layer: int, **other: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(RUNNER == "v2", reason="the same code")
 def test_exit_head(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
-    """The model's own norm and head, as a trained one: the same drafts. Kills: a head that sees normed states."""
+    """The model's norm and head as a trained head give the same drafts. Fails if a head reads normed states."""
 
     def counted(**head: str) -> dict[str, float]:
         llm = engine({**early_exit(FEW_LAYERS), **head})
@@ -162,7 +162,7 @@ def test_cuttable_by_source(architecture: str, cuttable: bool) -> None:
 
 
 def test_refused_by_the_worker(caplog: pytest.LogCaptureFixture) -> None:
-    """A class of the user's own: one sentence in the log before vLLM's tracebacks."""
+    """For a model class of the user, the log has one sentence before vLLM's tracebacks."""
     with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not Linear\.$") as refusal:
         FirstLayers(nn.Linear(1, 1), parse_config({"method": "early_exit"}))
     assert [record.message for record in caplog.records] == [f"The engine stops: {refusal.value}"]
@@ -253,7 +253,7 @@ def memory(llm: Any) -> dict[str, Any]:
 
 
 def test_memory_and_lookahead_slots(engine: Any) -> None:
-    """No cache and no weights but the target's own; K slots past the last token are reserved, as drafts need."""
+    """Drafting uses only the target's cache and weights, and K slots after the last token are reserved for drafts."""
     plain = memory(engine())
     llm = engine(early_exit(FEW_LAYERS))
     assert memory(llm) == plain

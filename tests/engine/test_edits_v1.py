@@ -1,4 +1,4 @@
-"""What V1 edits, row by row against vLLM's own sampler without speculation."""
+"""Compares V1's edits row by row with vLLM's sampler without speculation."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -87,7 +87,8 @@ def edited_and_expected(
 
 @pytest.mark.parametrize("customs", [[], [Doubles()]], ids=["own", "custom"])
 def test_equals_sampler(customs: list[Any]) -> None:
-    """To the last bit. Kills: a position off by one; lists of another request; penalties before the user's own."""
+    """The results are equal to the last bit. Fails if a position is off by one, if a row uses lists of another request,
+    or if penalties come before the user's processor."""
     for seed in range(4):
         rng = np.random.default_rng(seed)
         num_draft = [0] * 6 if customs else [3, 0, 2, 4, 1, 2]

@@ -1,4 +1,4 @@
-"""What V2 edits in one launch, against vLLM's own logits processors on the same states."""
+"""Compares V2's edits in one launch with vLLM's logits processors on the same states."""
 
 from functools import partial
 from types import SimpleNamespace

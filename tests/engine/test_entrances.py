@@ -208,7 +208,7 @@ def test_scrapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_front_end_in_rust_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a server that vLLM starts in Rust does not say what it lacks, or an `LLM` says so."""
+    """Fails if a server with vLLM's Rust front end does not log what it lacks, or if an `LLM` logs it."""
     vllm_config = core(method="prompt_lookup").vllm_config
     check_front_end(vllm_config)
     monkeypatch.setitem(vars(envs), "VLLM_USE_RUST_FRONTEND", True)  # an engine in this process has cached them

@@ -52,8 +52,8 @@ def answered(
 
 @pytest.mark.skipif(not INTERPRETED, reason="elsewhere they are what runs, or cannot run")
 def test_kernels(engine: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernels in the engine, as on a GPU, say what the reference says. Kills: an argument of theirs that
-    the engine lays out otherwise."""
+    """The Triton kernels in the engine, as on a GPU, give the results of the reference. Kills: an argument of theirs
+    that the engine lays out otherwise."""
     from vllm_specplugins.kernels import implementations
 
     asked = [{"temperature": heat, "top_p": top_p} for heat, top_p in ((0.0, 1.0), (0.8, 1.0), (1.2, 0.8))]

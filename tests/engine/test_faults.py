@@ -73,8 +73,8 @@ def plant_scripted(worker: Any) -> None:
 
 
 def test_session(engine_of_one: Any, expected: Any) -> None:
-    """Each turn ends within a draft, and has its script as an option of its own. Fails if a turn has the options of the
-    one before, goes on after tokens that were dropped, or is counted with them."""
+    """Each turn ends within a draft, and its options have its script. Fails if a turn has the options of the previous
+    one, continues after dropped tokens, or is counted with them."""
     llm = engine_of_one
     llm.collective_rpc(plant_scripted)
     turns, each, answers, so_far = [PROMPTS[1], PROMPTS[0], PROMPTS[1][:1]], [], list[list[int]](), list[int]()
@@ -92,7 +92,7 @@ def test_session(engine_of_one: Any, expected: Any) -> None:
 
 
 class Oracle:
-    """Knows what the target says next, and takes a millisecond to say it."""
+    """Knows the target's next tokens, and takes a millisecond to draft them."""
 
     num_asked = 0
 

@@ -155,7 +155,7 @@ def _shifted(force: Any) -> Any:
 
 
 def steps_of(output: Sequence[int], accepted: Sequence[int]) -> int:
-    """Steps after the first token, each with as many draft tokens accepted as the log says."""
+    """Returns the steps after the first token, each with the number of accepted draft tokens in the log."""
     place, steps = 1, 0
     while place < len(output):
         place += 1 + min(accepted[place], NUM_DRAFT, len(output) - place - 1)

@@ -229,7 +229,8 @@ def test_remembered_texts_are_bounded() -> None:
 
 
 def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:
-    """Kills: a backend that says nothing of its text taken for one that does; a warning in each step."""
+    """Fails if a backend that does not expose its forced text counts as one that does, or if each step logs a
+    warning."""
     forced = Case("xgrammar").forced
 
     class OutlinesGrammar:

@@ -112,7 +112,7 @@ for temperature in (0.0, 1.0):
     ids=lambda config: config["method"],
 )
 def test_waits_are_announced(config: dict[str, Any]) -> None:
-    """VLLM_GPU_SYNC_CHECK=error, in a process of its own: vLLM reads it when it is imported."""
+    """VLLM_GPU_SYNC_CHECK=error in a separate process, since vLLM reads it at import."""
     folders = [os.path.dirname(__file__), str(Path(__file__).parents[2] / "examples" / "demo")]
     done = subprocess.run(
         [sys.executable, "-c", SYNC_CHECK, *folders, str(DEMO_MODEL), repr(config), repr(SHARE_OF_GPU)],

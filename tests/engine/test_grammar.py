@@ -135,7 +135,7 @@ def test_beside_others(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_seeded(llm: Any) -> None:
-    """At a temperature a seeded request says the same whether it is drafted for or not."""
+    """At a temperature above 0 a seeded request has the same output with drafts and without."""
     without, (_, drafted, _) = counted(llm, temperature=0.8, specplugins={"enabled": False})
     assert drafted == 0
     assert counted(llm, temperature=0.8)[0] == without
@@ -276,7 +276,7 @@ def _with(params: SamplingParams, options: dict[str, Any]) -> SamplingParams:
 
 @ON_V1
 def test_one_position(llm: Any, expected: Any) -> None:
-    """A logits processor with a state of its own is asked once a step. Kills: forced tokens for such a request."""
+    """A stateful logits processor is called once per step. Fails if such a request gets forced tokens."""
     assert counted(llm, never_twice=True)[1][1] == 0
     assert ask(llm) == expected
 

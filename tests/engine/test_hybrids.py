@@ -71,7 +71,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(engine: Any, prompts: list[list[int]]) -> Callable[[str], list[list[int]]]:
-    """plain(kind): what its target says without speculation."""
+    """plain(kind): the target's outputs without speculation."""
     return functools.cache(lambda kind: generate(engine(**settings(kind)), prompts, [8], max_tokens=NUM_TOKENS))
 
 

@@ -71,7 +71,7 @@ def plain_stops(engine: Any, edits: Any) -> list[tuple[list[int], str]]:
 
 
 def stopped(llm: Any, edits: list[list[int]]) -> list[tuple[list[int], str]]:
-    """Outputs and finish reasons with a stop token each, one that the model says later on, and min_tokens."""
+    """Returns outputs and finish reasons with min_tokens and a stop token each, which the model emits later."""
     from vllm import SamplingParams
 
     stop_at = [tokens[25] for tokens in generate(llm, edits, [6], max_tokens=26)]

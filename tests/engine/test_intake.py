@@ -146,7 +146,7 @@ def test_beside_the_event_loop(intake: OptionsResolver, monkeypatch: pytest.Monk
 
 
 def saying(done: list[int], size: int, num_pieces: int = 1) -> Work[int]:
-    """Work that says its size after each piece."""
+    """Work that records its size after each piece."""
     for _ in range(num_pieces):
         done.append(size)
         yield
@@ -366,7 +366,7 @@ def test_texts_without_a_tokenizer() -> None:
 
 
 def test_a_method_that_reads_no_reference(tokenizer: Any) -> None:
-    """It is checked and then left out. Kills: a reference that is tokenised, and sent, for nobody."""
+    """It is checked and then left out. Fails if a reference that no method reads is tokenized and sent."""
     intake = OptionsResolver(Configured(method="early_exit"), Sizes(), tokenizer)
     assert request_options(intake.resolved(params({"reference": TEXT, "max_draft": 1}))) == {"max_draft": 1}
     with pytest.raises(VLLMValidationError, match="valid UTF-8"):

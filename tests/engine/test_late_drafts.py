@@ -1,4 +1,4 @@
-"""Drafts that nobody waits for, on Model Runner V2: what the proposer sees and when, what the device makes of it."""
+"""Late drafts on Model Runner V2: which tokens the proposer reads and when, and how the device uses its drafts."""
 
 import threading
 import time
@@ -223,7 +223,7 @@ def test_where_nothing_is_drafted(steps: Steps) -> None:
 
 
 def test_one_that_raises_is_switched_off(steps: Steps) -> None:
-    """Kills: faults of turns that nobody waits for and nobody counts."""
+    """Fails if faults in the thread are not counted."""
     steps.proposer.before = lambda: 1 / 0
     steps.add("a", 2)
     for _ in range(MAX_FAULTS + 2):
@@ -288,7 +288,8 @@ def test_what_is_wrong_costs_drafts_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raised", "hangs"])
 def test_one_that_fails(served: Any, prompts: Any, plainly: Any, kind: str) -> None:
-    """Costs its drafts; the engine goes on, and nobody waits. Fails if a fault reaches a request, or is not counted."""
+    """A fault costs only the drafts, and the engine continues without waiting. Fails if a fault affects a request, or
+    is not counted."""
     speculator = runner(served).speculator
     vocab_size = served.llm_engine.model_config.get_vocab_size()
     proposer, release = Oracle(), threading.Event()

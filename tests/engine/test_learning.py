@@ -1,4 +1,5 @@
-"""Parts that learn while they serve: what they are told, what they serve with, and outputs that do not depend on it."""
+"""Parts that learn during serving: their training data, the weights that they serve with, and outputs that do not
+depend on them."""
 
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,9 @@ def test_outputs_while_weights_change(
 def test_learns_in_an_engine(
     engine: Any, prompts: Any, method: str, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From what it serves; the engine drafts with what was learned, tells of it, saves it, and begins with it again.
-    Kills: weights that never reach the drafts, metrics that stay zero, a shutdown that saves nothing.
+    """A part learns from the served traffic; the engine drafts with the new weights, reports and saves them, and loads
+    them at the next start. Kills: weights that never reach the drafts, metrics that stay zero, a shutdown that saves
+    nothing.
     """
     monkeypatch.setattr(windows, "HELD_OUT", 2)  # few requests are enough
     folder = tmp_path / "learned"

@@ -32,12 +32,14 @@ def test_length_fits(limits: dict[str, Any], most: int, length: int | None, monk
         wanted = length or 31
         fits = min(wanted, most if gate == "off" else 64)
         if length and fits < length:
-            with pytest.raises(ConfigError, match=rf"must allow {length + 1} tokens with {length} draft tokens \(num_"):
+            with pytest.raises(
+                ConfigError, match=rf"must allow {length + 1} tokens with num_speculative_tokens {length}, not"
+            ):
                 engine_config(config | {"gate": gate}, **limits)
             continue
         found = engine_config(config | {"gate": gate}, **limits)
         assert found.num_speculative_tokens == found.speculative_config.plugin_config.length == fits
-        assert sum("num_speculative_tokens is" in sentence for sentence in told) == (fits != wanted)
+        assert sum("num_speculative_tokens defaults to" in sentence for sentence in told) == (fits != wanted)
 
 
 def play(config: dict[str, Any], num_blocks: int | None, accept_prob: float, **arguments: Any) -> Played:

@@ -130,8 +130,8 @@ def _fresh(case: Case) -> Any:
 
 @ON_V1
 def test_threads_fill_many_masks() -> None:
-    """More than 128 requests without drafts are filled by vLLM's threads, as without speculation. Kills: K that says
-    that there are drafts."""
+    """More than 128 requests without drafts are filled by vLLM's threads, as without speculation. Fails if K alone
+    makes vLLM assume drafts."""
     made, case = manager(K, max_num_seqs=160)
     batches: list[Any] = []
     submit = made._async_submit_fill_bitmask

@@ -1,4 +1,4 @@
-"""Medusa in the engine: heads that change nothing, with the target's own head, draft what the target has just said."""
+"""Medusa in the engine: heads without any change and the target's head draft the newest token again."""
 
 from pathlib import Path
 from typing import Any

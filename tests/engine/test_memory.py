@@ -196,7 +196,7 @@ def test_edits_in_pieces(trims: bool, edits: bool, most: int, monkeypatch: pytes
 
 
 def test_what_a_start_tells(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a buffer is left out, or told in other units."""
+    """Fails if the log omits a buffer, or has other units."""
     from vllm_specplugins.engine.v2.memory import tell_buffers
 
     tokens, mask = (torch.empty(size, dtype=torch.int32, device=META) for size in (1 << 27, 1 << 28))

@@ -1,4 +1,4 @@
-"""Our metrics in an engine of this process: they add up, and to vLLM's own totals; a registered method's do, too."""
+"""The plugin's metrics in an engine of this process: their sums equal vLLM's totals, also for a registered method."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ Series = dict[tuple[str, ...], Any]
 
 
 def ours(llm: Any, method: str) -> dict[str, Series]:
-    """Our metrics by name, and by the values of their own labels."""
+    """Returns the plugin's metrics by name, and by the values of their labels."""
     own = {metric.name: metric.labels for metric in TABLE}
     found: dict[str, Series] = {name: {} for name in own}
     for metric in llm.get_metrics():

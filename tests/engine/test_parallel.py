@@ -1,4 +1,4 @@
-"""Engines in processes of their own: vLLM's default, and two tensor-parallel ranks on two CPU cores."""
+"""Engines in separate processes: vLLM's default, and two tensor-parallel ranks on two CPU cores."""
 
 import json
 from pathlib import Path
@@ -112,13 +112,15 @@ def test_two_ranks_draft_from_states(results: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one rank", "all layers", "jump", *OF_STATES])
 def test_seeded_requests_say_the_same(results: Results, name: str) -> None:
-    """At temperature 0.9, with any drafts, on one rank and on two. Fails if ranks verify with noise of their own."""
+    """Outputs are equal at temperature 0.9, with any drafts, on one rank and on two. Fails if ranks verify with
+    different noise."""
     assert of(results, name)["sampled"] == results["prompt_lookup"]["sampled"]
     assert results["prompt_lookup"]["sampled"] != results["plain"]["outputs"]
 
 
 def test_two_ranks_gated(results: Results) -> None:
-    """A gate on each rank. Kills: one that goes by its own clock, and drafts (or not) where the other rank does not."""
+    """Each rank has a gate. Fails if a gate uses the clock of its rank, and therefore drafts differently from the other
+    rank."""
     stats = of(results, "gated")["stats"]
     for counted in ("drafted", "kept"):
         assert len({json.dumps([s[counted] for s in rank["stages"].values()]) for rank in stats}) == 1

@@ -201,7 +201,8 @@ def test_flags() -> None:
     ],
 )
 def test_unknown_method(method: Any, end: str) -> None:
-    """The sentence lists our names, says where vLLM's stand, and is short. Kills: a nearest match of ours alone."""
+    """The sentence lists the plugin's names, says where vLLM lists its names, and is short. Fails if the suggestion
+    considers only the plugin's names."""
     with pytest.raises(ConfigError, match=r"method must be prompt_lookup, .* or one of vLLM's, ") as error:
         engine_config({"method": method, "num_speculative_tokens": 3})
     assert str(error.value).endswith(end) and len(str(error.value)) <= 220
@@ -221,7 +222,8 @@ def test_pipeline_on_v2(method: str) -> None:
 
 
 def test_asynchronous_scheduling() -> None:
-    """On V2 it brings our scheduler; V1 cannot (on a CPU vLLM itself turns it off), and says so."""
+    """On V2 it selects the plugin's scheduler; on V1 it is refused with a sentence (on a CPU vLLM itself switches it
+    off)."""
     config = engine_config(PROMPT_LOOKUP, async_scheduling=True)
     if RUNNER == "v1":
         assert config.scheduler_config.async_scheduling is False
@@ -265,7 +267,7 @@ def test_asynchronous_scheduling() -> None:
 def test_where_drafts_are_made(
     caplog: pytest.LogCaptureFixture, spec: dict[str, Any], place: str, who: str, why: str
 ) -> None:
-    """One line of a start says it. Fails if another place, chooser or reason is named, or none."""
+    """One line at the start states it. Fails if it names a wrong place, chooser or reason, or none."""
     is_late = RUNNER == "v2" and spec["method"] != "grammar"
     with caplog.at_level("INFO", "vllm.specplugins"):
         engine_config(spec, **({"async_scheduling": True} if is_late else {}))
@@ -318,7 +320,7 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A failing probe: one sentence, and vLLM goes on without us; bad input is still refused."""
+    """After a failed probe, the log has one sentence and vLLM runs without the plugin; bad input is still refused."""
     problem = "vllm/x.py: Y is missing; the plugin supports vLLM >=0.32"
     monkeypatch.setattr(compat, "probe_installed", lambda runner=None: (problem,))
     with caplog.at_level(logging.ERROR, "vllm.specplugins"):

@@ -88,7 +88,8 @@ class Checked(Played):
 
     def _hear(self, add: Any) -> Any:
         def heard(num_reqs: int, length: int, ms: float, emitted: list[int], share: float) -> None:
-            """Of a step's drafts, all must have been made by the step before, with that length, and none shortened."""
+            """Checks that the previous step made all drafts of a step with the chosen length, and that none was
+            shortened."""
             drafts, self.told = self._telling, self.told + 1
             assert all(made == length and is_last and is_whole for made, is_last, is_whole in drafts), (length, drafts)
             assert not (drafts and length == 0) and max(emitted, default=1) <= 1 + length

@@ -96,10 +96,11 @@ def test_what_is_told() -> None:
 
 
 def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: float, most: int) -> float:
-    """Tokens a ms of 256 requests of 128 tokens each: for each that ends one comes with a prompt of 64.
+    """Returns the tokens per ms of 256 requests of 128 tokens each; when one ends, a request with a prompt of 64 tokens
+    arrives.
 
-    Steps cost what an 8 B model's do, with `draft_ms` for each token of a draft, of which `most` are verified. `fixed`:
-    how long drafts are, or None, as we choose it, after 400 steps.
+    Steps have the costs of an 8 B model, with `draft_ms` for each draft token, of which at most `most` are verified.
+    `fixed` is the draft length; None: the plugin chooses it, and the result begins after 400 steps.
     """
     after = 400 if fixed is None else 100
     rng, now, drafted, at = np.random.default_rng(0), 0.0, K, []

@@ -44,7 +44,8 @@ def parameters() -> list[Any]:
 
 
 def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program ends with what was found. Kills: an exit code that says nothing; a check beside an engine start."""
+    """The exit code of the program is the result. Fails if the exit code does not depend on the result, or if an engine
+    starts as well."""
     import torch
     from vllm_specplugins.kernels.self_check import Finding, Shapes
 

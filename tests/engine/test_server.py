@@ -39,7 +39,7 @@ def complete(client: openai.OpenAI, prompt: list[int], options: Any = None) -> s
 
 
 def refused(client: openai.OpenAI, prompt: list[int], options: Any) -> str:
-    """What the 400 says."""
+    """Returns the sentence of the 400."""
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, prompt, options)
     message: str = caught.value.body["message"]  # type: ignore[index, call-overload]
@@ -292,7 +292,7 @@ def test_metrics(client: openai.OpenAI) -> None:
 
 
 def test_summary_of_a_request(client: openai.OpenAI) -> None:
-    """vLLM's own summary in the response holds for our methods, which draft in true lengths."""
+    """vLLM's summary in the response is right for the plugin's methods, whose drafts have their actual lengths."""
     [prompt] = mixed_prompts(str(DEMO_MODEL), 1)
     done = client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0)
     summary = done.model_extra["metrics"]["speculative_decoding"]

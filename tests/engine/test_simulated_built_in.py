@@ -1,4 +1,4 @@
-"""A lookup beside a drafter of vLLM's on the simulated device: nothing of it is seen on the host within a step."""
+"""A lookup with a drafter of vLLM on the simulated device: the host reads none of their results within a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,9 +91,9 @@ def test_identity(engine: Any, device: Device, expected: Any, method: str) -> No
 
 @pytest.mark.parametrize("method", ["eagle3", *(["draft_model", "dflash", "dspark"] if ALL else [])])
 def test_who_copies_needs_no_drafter(engine: Any, device: Device, method: str) -> None:
-    """While all copy no draft step runs. The host hears of it as late as it may; at most two steps after a match that
-    was missed all are drafted for. Fails if one request's copying stops the drafts of another, if the drafter misses
-    tokens that it was spared, or rests for longer."""
+    """While all requests copy, no drafting step runs. The host learns of it as late as possible. At most two steps
+    after a missed match, all requests get drafts. Fails if a copying request stops the drafts of another, if the
+    drafter misses tokens of skipped steps, or if it is skipped for longer."""
     llm, least = started(engine, method), int(method not in ("dflash", "dspark"))
     if method.startswith("eagle"):  # else one graph runs all later steps, and a shorter length saves no pass
         recorded = runner(llm).speculator.decode_cudagraph_manager.graphs
@@ -124,7 +124,7 @@ class Step(NamedTuple):
 
 @contextmanager
 def steps_of(llm: Any) -> Iterator[list[Step]]:
-    """From now on; what the host hears of the device is a step older."""
+    """Records the steps from now on; the host's data of the device are one step older."""
     theirs, steps, heard, chosen = runner(llm).speculator, [], [], []
     ours, eager = theirs.specplugins, []
     graphs = [getattr(theirs, f"{kind}_cudagraph_manager", None) for kind in ("prefill", "decode", "query")]

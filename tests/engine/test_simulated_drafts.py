@@ -1,4 +1,5 @@
-"""What drafts on the simulated device, a lookup, alone or beside what runs the target: the host sees nothing in it."""
+"""Lookups on the simulated device, alone or with a proposer that runs the target: the host reads no value within a
+step."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -114,8 +115,8 @@ def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, 
 
 
 def test_launches_beside_an_exit(engine: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a graph beside the target's layers. Fails if a step, or a token that the exit drafts, takes more launches than
-    it was brought down to."""
+    """Counts the launches of a graph in addition to the target's layers. Fails if a step, or a draft token of the exit,
+    takes more launches than today."""
     llm = on_device(engine, AUTO)
     speculator, of_layers, call = runner(llm).speculator, Counter[Any](), FirstLayers.__call__
 
@@ -209,8 +210,8 @@ def test_nothing_found_costs_one_token(llm: Any) -> None:
 
 
 def test_launches(llm: Any) -> None:
-    """A graph of a lookup, whatever its size, and beside a store. Fails if a step takes more launches than it was
-    brought down to."""
+    """Counts the launches of a lookup's graph of any size, with and without a store. Fails if a step takes more
+    launches than today."""
     alone = runner(llm).speculator.lookups.late is None
     for graph in runner(llm).speculator._graphs_of[0].graphs.values():
         assert graph.contents.total() <= (11 if alone else 43), graph.contents

@@ -1,4 +1,4 @@
-"""vLLM's engine on the simulated device: what is replayed says what eager steps say."""
+"""vLLM's engine on the simulated device: replayed graphs give the outputs of eager steps."""
 
 from pathlib import Path
 from typing import Any

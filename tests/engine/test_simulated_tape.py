@@ -128,7 +128,7 @@ def test_refused_in_a_capture(name: str) -> None:
 
 
 def test_a_wait_ends_a_capture() -> None:
-    """Kills: a capture that goes on after a wait in it whose exception was caught, as none does on a GPU."""
+    """Fails if a capture continues after a wait whose exception was caught, which no GPU allows."""
     x = torch.ones(2, device=HERE)
 
     def step(uses: bool) -> None:

@@ -135,7 +135,7 @@ def test_ends(tmp_path: Path) -> None:
 
 
 def test_the_last_of_an_idle_server(tmp_path: Path) -> None:
-    """Its output is in the file while nobody asks. Fails if it waits for a step."""
+    """The last output is in the file while the server is idle. Fails if saving waits for a step."""
     server = Server(tmp_path / "store")
     try:
         ids = np.array(server.ask(random.Random(0)), np.int32).tobytes()

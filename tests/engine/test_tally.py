@@ -1,4 +1,4 @@
-"""What the device counts of drafts, beside the same counted by hand on the host."""
+"""Compares the device's counts of drafts with counts on the host."""
 
 from functools import partial
 from types import SimpleNamespace

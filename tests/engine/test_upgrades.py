@@ -67,8 +67,8 @@ def test_v1_is_gone(tmp_path: Path, expected: Any) -> None:
 
 @pytest.mark.slow
 def test_a_runner_of_another_class(tmp_path: Path, expected: Any) -> None:
-    """It serves without drafts, and says so once. Fails if its class is not looked at, so that the start ends, or if
-    the scheduler plans drafts that nobody makes."""
+    """A server with such a runner serves without drafts, and logs it once. Fails if the class is not checked, so that
+    the start ends, or if the scheduler plans drafts that no rank makes."""
     found = start(upgraded.upgraded(tmp_path, upgraded.another_runner(RUNNER)))
     assert found.result, found.log[-3000:]
     assert found.result["outputs"] == expected and found.result["drafted"] == 0

@@ -23,7 +23,7 @@ Outputs = dict[str, list[int]]
 
 
 def sampling_params(name: str, temperature: float, said: list[int], **more: Any) -> Any:
-    """Parameters that change what is said: `said` is the output without them."""
+    """Returns parameters that change the output; `said` is the output without them."""
     from vllm import SamplingParams
 
     own = dict(PARAMETERS[name])

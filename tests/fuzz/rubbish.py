@@ -1,4 +1,4 @@
-"""Values that nobody expects, for the fuzz tests."""
+"""Unexpected values for the fuzz tests."""
 
 from collections.abc import Mapping
 from typing import Any

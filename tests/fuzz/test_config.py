@@ -1,4 +1,4 @@
-"""Configurations: any dictionary either parses, to what it says, or is refused with one sentence."""
+"""Configurations: any dictionary is parsed correctly or refused with one sentence."""
 
 from dataclasses import fields
 from typing import Any
@@ -56,7 +56,7 @@ CONFIGS = st.one_of(
 
 
 def written(config: SpecConfig) -> dict[str, Any]:
-    """The dictionary that says what a configuration says."""
+    """Returns the dictionary of a configuration."""
     common = {entry.name: getattr(config.common, entry.name) for entry in fields(CommonConfig)}
     return {**_own(config.method, config.method_config), **common}
 

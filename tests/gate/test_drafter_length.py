@@ -1,4 +1,4 @@
-"""The number of tokens that a drafter drafts beside a lookup on Model Runner V2, by hand."""
+"""The number of tokens that a drafter drafts in addition to a lookup on Model Runner V2, computed by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The compiled loops of the host against the operations on arrays that they stand for, and against plain counting."""
+"""Compares the compiled loops of the host with the operations on arrays that they replace, and with plain counting."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ K, NUM_STAGES, NUM_ROWS = 5, 3, 9
 
 
 def random_drafts(rng: np.random.Generator, num_reqs: int) -> DraftArrays:
-    """Of two stages, one behind the other."""
+    """Returns random drafts of two stages, the second after the first."""
     parts = [
         of_stage(
             int(rng.integers(NUM_STAGES)),

@@ -1,4 +1,4 @@
-"""K of a step, in simulation: steps with known costs, texts whose drafts are right with known chances."""
+"""The K of a step in simulations: steps with known costs, and texts with known acceptance probabilities."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def play(
     seed: int = 0,
     held_up: HoldUp = lambda step, k: 1.0,
 ) -> tuple[float, list[int]]:
-    """Tokens a ms of requests with these chances of a next token, and each step's k; `held_up`: what times are told."""
+    """Returns the tokens per ms of requests with these acceptance probabilities, and each step's k; `held_up` changes
+    the reported times."""
     rng, lengths, total_ms, num_tokens = random.Random(seed), [], 0.0, 0
     for step in range(num_steps):
         k = times.choose(len(accept_probs))
@@ -66,7 +67,7 @@ def test_close_to_the_best(most: int, num_reqs: int, accept_prob: float) -> None
 
 
 def test_never_loses() -> None:
-    """Where nothing is ever right. Fails if what is tried beside no drafts has no limit."""
+    """No draft token is ever accepted. Fails if trials have no limit."""
     for num_reqs in (1, 8, 64):
         times = StepTimes(K)
         play(times, [0.0] * num_reqs, 100, dear)
@@ -74,7 +75,7 @@ def test_never_loses() -> None:
 
 
 def test_prose_then_copying() -> None:
-    """Full drafts within 16 steps. Fails if a trial that was right is averaged away."""
+    """Drafts are full after 16 steps. Fails if an accepted trial has too little weight."""
     for num_reqs in (1, 8):
         times = StepTimes(K)
         play(times, [0.0] * num_reqs, 500)
@@ -126,7 +127,8 @@ def test_the_cliff() -> None:
 
 
 def test_other_sizes_say_what_is_not_known() -> None:
-    """Tokens that were dear for 32 requests are not tried anew for 48. Fails if a new size goes by the guess alone."""
+    """Tokens that were expensive for 32 requests are not tried again for 48. Fails if a new size uses only the first
+    guess."""
     times = StepTimes(K)
     play(times, [0.6] * 32, 200, dear)
     _, lengths = play(times, [0.6] * 48, 10, dear)
@@ -145,8 +147,8 @@ def test_a_longer_draft_is_never_cheaper() -> None:
 
 @pytest.mark.parametrize(("token_ms", "chosen"), [(0.01, 15), (0.6, 2), (6.0, 0)])
 def test_trees(token_ms: float, chosen: int) -> None:
-    """A whole tree, a chain or nothing, by what steps take. Kills: a tree whose nodes count as if they followed each
-    other, for the chains that it is tried beside, too; one that is never tried again."""
+    """Step times decide between a whole tree, a chain and no draft. Fails if a tree's nodes count as if they followed
+    each other, also for chains, or if a tree is never tried again."""
     times = StepTimes(15, longest_chain=6)
     brings = {0: [1, 1], 1: [2, 1], 2: [3, 1], 4: [3, 1], 6: [3, 1], 15: [4, 3]}
     assert times.lengths == tuple(brings)

@@ -64,7 +64,8 @@ def name_of(nodeid: str) -> str:
 
 
 def run_tests(pattern: str, first: int, tests: str) -> int:
-    """Runs pytest in this process. Standard output holds the lines alone; all else goes to standard error."""
+    """Runs pytest in this process. Standard output has only the result lines; everything else goes to standard
+    error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return int(pytest.main(["-s", "-p", "no:cacheprovider", tests], plugins=[Lines(pattern, first, out)]))

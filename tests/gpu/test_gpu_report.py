@@ -17,7 +17,7 @@ DRY_RUN = ["bash", str(ROOT / "tests" / "gpu.sh"), "--dry-run"]
 
 
 def outcomes(report: str) -> dict[str, str]:
-    """What the summary says became of each part."""
+    """Returns the result of each part in the summary."""
     rows = re.findall(r"^\| (.+) \| (.+) \| \d+ \|$", report.partition("## Summary")[2], re.MULTILINE)
     return dict(rows)
 

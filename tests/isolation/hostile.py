@@ -1,4 +1,4 @@
-"""Proposers that break the rules, each in a way of its own; of `good` drafts where it is not the draft that is wrong.
+"""Proposers that break the rules in different ways; their drafts are `good`, unless the draft is the fault.
 
 `HOSTILE` maps a name to what `propose` does, which is given (batch, a good draft) and K, and the kind of fault that it
 must be counted as: None where it does no harm.
@@ -146,7 +146,7 @@ for _name, _act in THROUGH.items():
 
 @hostile("replaces the fields of its batch", None)
 def _replaces(batch: DraftBatch, good: Draft) -> Any:
-    """Past the frozen dataclass: the batch is the proposer's own."""
+    """Bypasses the frozen dataclass, since the batch belongs to the proposer."""
     for name in DraftBatch.__slots__:
         object.__setattr__(batch, name, None)
     return good

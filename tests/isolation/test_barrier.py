@@ -1,4 +1,4 @@
-"""The fault barrier alone; tests/engine/test_faults.py has it in a running engine."""
+"""Tests the fault barrier alone; tests/engine/test_faults.py tests it in a running engine."""
 
 import ctypes
 import logging
@@ -85,7 +85,7 @@ def step(barrier: FaultBarrier, of: DraftBatch | None = None) -> list[int]:
 
 
 def come_back(barrier: FaultBarrier) -> None:
-    """Waits for the call that was left behind."""
+    """Waits for the abandoned call."""
     thread = barrier.guard._thread
     assert thread is not None
     while thread.is_busy:
@@ -253,7 +253,8 @@ def test_a_hang_is_left_behind_and_comes_back() -> None:
 
 
 def test_a_proposer_that_forks() -> None:
-    """The copy ends where the call does, and the engine goes on. Fails if the copy waits for the engine's next step."""
+    """The forked copy ends with the call, and the engine continues. Fails if the copy waits for the engine's next
+    step."""
     copies = []
 
     def forks() -> Draft:
@@ -312,8 +313,7 @@ def test_an_interrupted_wait_mixes_up_no_answers() -> None:
 
 
 def test_a_class_of_others_with_names_of_ours() -> None:
-    """Kills: a method of a cascade that is called on a class of others, beside its guard: each of these ended the
-    engine."""
+    """Fails if a cascade's method is called on a custom class without its guard, which ended the engine."""
     proposer: Any = Scripted(lambda: GOOD)
     for name in set(vars(StageProposer)) - set(vars(Scripted)) - {"__abstractmethods__", "_abc_impl"}:
         setattr(proposer, name, raises)
@@ -377,7 +377,8 @@ def test_state_is_bounded() -> None:
 
 
 def test_a_pause_is_no_part_of_a_step() -> None:
-    """Fails if a proposer is told the time in which the engine stood still, or has it taken from other steps."""
+    """Fails if the feedback of a proposer includes a pause of the engine, or if the pause is subtracted from other
+    steps."""
     told = []
     proposer = Scripted(lambda: GOOD)
     proposer.observe = lambda feedback: told.append(feedback.step_ms)  # type: ignore[method-assign]
@@ -511,7 +512,7 @@ def test_options_are_frozen() -> None:
 
 
 def test_a_request_that_is_over_is_not_counted_anew() -> None:
-    """Feedback may come a step late. Kills: an entry for a request that nobody will ever take."""
+    """Feedback may come a step late. Fails if it adds an entry for an ended request, which is never removed."""
     rates = RequestRates()
 
     def add(**accepted: int) -> None:

@@ -1,4 +1,5 @@
-"""What a class on the host is told of a request beside its tokens: the tenant, the length of the prompt, its end."""
+"""The data of a request that a class on the host gets besides its tokens: the tenant, the prompt's length, and the
+end."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ TEXTS = [np.arange(3 + 5 * number, 60 + 5 * number, dtype=np.int32) for number i
 
 
 class Learns:
-    """Drafts what is wrong, so that the gate soon asks it no more, and notes what it is told."""
+    """Drafts wrong tokens, so the gate soon stops calling it, and records its calls."""
 
     def __init__(self, options: Any = None, context: Any = None, fails: bool = False):
         self.told: list[Any] = []

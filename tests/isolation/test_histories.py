@@ -1,5 +1,5 @@
-"""A class of others has memory of its own: no way of NumPy, torch, numba or the buffer protocol to write through a
-read-only array reaches the engine, or another stage of a cascade."""
+"""A custom class has separate memory: no write through a read-only array by NumPy, torch, numba or the buffer protocol
+reaches the engine or another stage of a cascade."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""The acceptance model: the reference beside made-up texts, and Triton beside the reference; few variants.
+"""The acceptance model: compares the reference with synthetic texts, and Triton with the reference, in few variants.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 The host's form: tests/gate/test_gate_numba.py.

@@ -68,7 +68,8 @@ def test_no_distribution_is_no_draft(name: str, temperature: float) -> None:
 @by_reference
 @pytest.mark.parametrize("name", BROKEN)
 def test_drafts_end_there(name: str) -> None:
-    """What stands before is verified as ever, what comes after is not reached. Kills: one row that spoils all."""
+    """Earlier tokens are verified as usual, and later ones are not reached. Fails if one broken row affects all
+    rows."""
     whole = torch.linspace(2, -2, SIZE)
     rows = [whole, BROKEN[name], whole]
     sampled, num_sampled = rejection_sample(*batch_of(rows, drawn(rows)))
@@ -91,7 +92,7 @@ def test_odd_distributions_are_drafts(name: str) -> None:
 @by_reference
 @pytest.mark.parametrize("name", {**BROKEN, **WHOLE})
 def test_temperature_0(name: str) -> None:
-    """Only p decides. Kills: a draft that is right and rejected for its q."""
+    """Only p decides. Fails if a correct draft token is rejected because of its q."""
     rows = [{**BROKEN, **WHOLE}[name]]
     sampled, num_sampled = rejection_sample(*batch_of(rows, torch.full((NUM_REQS, 1), int(P.argmax())), 0.0))
     assert (num_sampled == 2).all() and (sampled == P.argmax()).all()

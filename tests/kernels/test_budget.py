@@ -1,4 +1,5 @@
-"""A step's budget of draft tokens: the reference beside vLLM's arithmetic, the kernel beside the reference.
+"""The budget of a step's draft tokens: compares the reference with vLLM's arithmetic, and the kernel with the
+reference.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
@@ -16,7 +17,7 @@ SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100), (3, 31, 
 
 
 def shared(step: tuple[Any, ...], implementation: str) -> list[torch.Tensor]:
-    """cu_num_logits and query_start_loc, with one token of a request beside its drafts."""
+    """Returns cu_num_logits and query_start_loc, with one token of each request in addition to its draft."""
     *tensors, budget = to_device(step, DEVICE if implementation == "fused" else "cpu")
     layout = Layout(*torch.full((2, len(tensors[0]) + 1), -1, dtype=torch.int32, device=tensors[0].device))
     share_budget(layout, *tensors, budget, 1, implementation)
@@ -46,8 +47,8 @@ def test_on_the_host(num_rows: int, width: int, num_slots: int) -> None:
 @by_reference
 @pytest.mark.parametrize(("num_rows", "width", "num_slots"), SIZES)
 def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
-    """What is admitted is worth as much as what vLLM admits, and within the drafts. Fails if a chance stands for its
-    token alone, or a row's chances are another slot's."""
+    """The admitted tokens have the total score of the tokens that vLLM admits, and are within the drafts. Fails if a
+    probability counts only for its token, or if a row uses the probabilities of another slot."""
     adaptive = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
     for step in make_budgets(num_rows, width, num_slots):
         accept_probs, slots, (drafts, others), budget = step

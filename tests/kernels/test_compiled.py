@@ -100,7 +100,8 @@ def record_launches(lengths: Sequence[int]) -> list:
 
 
 def largest(launches: list) -> list:
-    """Of each kernel and type of logits, the launch with the most arguments, and of these the most rows."""
+    """Returns, for each kernel and type of logits, the launch with the largest number of arguments, and among these of
+    rows."""
     best: dict[Any, Any] = {}
     for launch in launches:
         kernel, args, kwargs = launch
@@ -276,7 +277,8 @@ for kernel, last in (sound, x), (nested_target, x), (none_in_a_tuple, None), (ne
 
 
 def test_planted(tmp_path: Path) -> None:
-    """Kills: a process that compiles with another Triton than it says, or that does not read kernels as users' do."""
+    """Fails if a process compiles with another Triton than it reports, or does not read kernels as users' processes
+    do."""
     (file := tmp_path / "planted.py").write_text(PLANTED)
     found = dict(line.split() for line in in_process(file, version=OLDEST))
     assert found == {name: "fails" for name in found} | {"sound": "compiles"} and len(found) == 4

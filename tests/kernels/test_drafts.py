@@ -1,7 +1,7 @@
 """Drafts drawn under the requests' parameters: with the noise of verification, or with other noise and q.
 
-Where the proposer knows the target, they are what the target says. The kernels run in Triton's interpreter, which has
-to be chosen before Triton is imported: a separate process.
+If the proposer knows the target, the drafts equal the target's tokens. The kernels run in Triton's interpreter, which
+has to be chosen before Triton is imported: a separate process.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Prompt lookup of a batch: reference and host's form beside brute force; in Triton the same tokens, and one read of
-the texts.
+"""Prompt lookup of a batch: compares the reference and the host's version with brute force; Triton gives the same
+tokens, and reads the texts once.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
@@ -213,7 +213,7 @@ def test_copying_goes_on() -> None:
 @settings(max_examples=20, deadline=None)
 @given(any_rows(12), st.integers(1, 3), st.integers(0, 2))
 def test_equals_reference_in_small(rows: list[Row], min_ngram: int, more: int) -> None:
-    """Fails if what stands before a text or behind it is taken for a token."""
+    """Fails if memory before or after a text counts as a token."""
     assert matched(rows, min_ngram, min_ngram + more, "fused") == matched(
         rows, min_ngram, min_ngram + more, "reference"
     )
@@ -232,7 +232,7 @@ def test_equals_reference(vocab_size: int, slack: int) -> None:
 @needs_triton
 @pytest.mark.parametrize("end", [1006, 1007, 1008, 1009, 1015, 1023, 1024, 2016, 2017])
 def test_borders(end: int) -> None:
-    """A match at each place beside the border of two tiles. Fails if a tile has a token less of its neighbour's."""
+    """Tests a match at each place near the border of two tiles. Fails if a tile has one token less of its neighbour."""
     fill = list(range(1000, 1000 + 2100))
     needle = list(range(16))
     text = [*fill[: end - 16], *needle, *fill[end:], *needle]

@@ -45,7 +45,8 @@ def oracle_row(row: torch.Tensor, state: int, position: int, drafts: list[int], 
 
 @pytest.mark.parametrize("vocab_size", [1, 4, 37])
 def test_oracle(vocab_size: int) -> None:
-    """Kills: penalties off by one position; bias behind penalties; words matched across the prompt's end."""
+    """Fails if penalties are off by one position, if the bias comes after penalties, or if words match across the
+    prompt's end."""
     batch = make_batch([3, 0, 4, 1, 2, 2], vocab_size, agreement=0.3)
     edits = make_edits(batch)
     ours = adjust(batch.target_logits, *batch[1:5], edits, batch.max_num_draft)
@@ -60,7 +61,7 @@ def test_oracle(vocab_size: int) -> None:
 
 
 def only_last(batch: Batch, edits: Edits, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Edited logits of the requests' last rows: of all rows, and of these alone."""
+    """Returns the edited logits of the requests' last rows, once from all rows, and once from only these rows."""
     last = batch.cu_num_logits[1:].long() - 1
     whole = adjust(*to_device((*batch[:5], edits, batch.max_num_draft), DEVICE), implementation)
     alone = batch.target_logits[last], *batch[1:5], edits, batch.max_num_draft

@@ -1,4 +1,4 @@
-"""Verification in Triton beside its reference: the same tokens, and how often the logits are read.
+"""Compares verification in Triton with its reference: the same tokens, and the number of reads of the logits.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """

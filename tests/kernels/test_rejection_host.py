@@ -1,4 +1,4 @@
-"""Compiled verification on a CPU beside its reference: the same noise and the same tokens, to the last bit."""
+"""Compares compiled verification on a CPU with its reference: the same noise and the same tokens, to the last bit."""
 
 import itertools
 

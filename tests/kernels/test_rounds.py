@@ -1,4 +1,5 @@
-"""Siblings tried in turn: the exact law by enumeration in fp64, draws by chi-squared, a kernel beside the reference."""
+"""Siblings in rounds: tests the exact distribution by enumeration in fp64, draws by chi-squared, and the kernel against
+the reference."""
 
 import doctest
 import itertools
@@ -87,7 +88,7 @@ def test_law(vocab_size: int, parts: int, num_siblings: int, monkeypatch: Any) -
 @once
 @pytest.mark.parametrize("fault", ["residual", "siblings", "q", "acceptance"])
 def test_faults_are_seen(fault: str, monkeypatch: Any) -> None:
-    """The enumeration tells errors that SpecInfer's rule invites."""
+    """The enumeration detects typical errors in SpecInfer's rule."""
     normal = reference._normal
     if fault == "residual":  # of the second turn: p itself
         monkeypatch.setattr(reference, "residual", lambda left, q: left)

@@ -122,7 +122,7 @@ def problems(package: str, vocab_size: int, only: str | None = None) -> dict[str
 
 @needs_triton
 def test_sound() -> None:
-    """Kills: a check that finds fault with what is right, or leaves one out."""
+    """Fails if a check reports a correct kernel, or if a kernel has no check."""
     problem_of = problems("vllm_specplugins.kernels", 2100)
     assert len(problem_of) == 12
     for name in ("trees, attention", "trees, paths", "trees, moves"):

@@ -1,4 +1,4 @@
-"""The rows of a step in Triton beside their reference: the same integers.
+"""Compares the rows of a step in Triton with their reference: the same integers.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 What is counted, beside the host's counts: tests/engine/test_tally.py.
@@ -50,8 +50,8 @@ def test_equals_reference(num_rows: int, max_num_draft: int) -> None:
 @pytest.mark.parametrize(("num_rows", "max_num_draft"), [(1, 1), (9, 31), (300, 5)])
 @pytest.mark.parametrize("continues", [True, False])
 def test_joined(num_rows: int, max_num_draft: int, continues: bool) -> None:
-    """To the last bit. Fails if a token stands in the place of another stage's, is another stage's, or has another
-    confidence."""
+    """The results are equal to the last bit. Fails if a token has the place of another stage's token, the wrong stage,
+    or another confidence."""
     first, second = make_chains(num_rows, max_num_draft)
     for chain in (second, (*second[:2], None)):
         expected = assert_equals_reference(join, first, chain, continues)

@@ -1,4 +1,5 @@
-"""Trees: attention beside a dense one, paths beside a search of a few lines, the kernels beside the reference.
+"""Trees: compares attention with dense attention, paths with a search of a few lines, and the kernels with the
+reference.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a separate process.
 """
@@ -81,7 +82,8 @@ def test_ancestors(width: int) -> None:
 
 
 def test_walk() -> None:
-    """Kills: a token that is followed to another parent's child, to a node that is none, or not emitted at the end."""
+    """Fails if a token leads to another parent's child, or to a node that does not exist, or if the last token is not
+    emitted."""
     name, device = ("fused", DEVICE) if RUNS else ("reference", "cpu")
     for width in (1, 2, 7, 16):
         parents, tokens, drawn = make_walks(50, width)

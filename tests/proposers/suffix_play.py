@@ -40,7 +40,7 @@ def step(own, histories, options=None, limit=K):
 
 
 def serve(own, name, history, num_prompt, options=None):
-    """A request that says history[num_prompt:] and ends; how many of its tokens were drafted right."""
+    """Runs a request with the output history[num_prompt:], and returns the number of its correctly drafted tokens."""
     right, place = 0, num_prompt + 1
     while place < len(history):
         [draft] = step(own, {name: history[:place]}, options)

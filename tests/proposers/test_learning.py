@@ -259,8 +259,8 @@ def test_waits_for_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("value", [0.3, float("nan")])
 def test_garbage_is_dropped(value: float) -> None:
-    """A candidate of noise serves nobody, and training goes on from what serves. Kills: promotion without a test, NaN
-    that passes for better, or that stays."""
+    """A candidate of noise is not promoted, and training continues from the served weights. Fails if promotion needs no
+    test, if NaN counts as better, or if NaN stays."""
     taught = Taught(jump_head())
     traffic(taught.end, taught.windows, range(200))
     for _ in range(6):
@@ -287,7 +287,7 @@ def good_head() -> JumpHead:
 
 
 def test_garbage_that_serves_is_rolled_back() -> None:
-    """To the weights that were loaded. Kills: a test against what serves alone."""
+    """Bad served weights are rolled back to the loaded ones. Fails if a test compares only with the served weights."""
     loaded = good_head()
     taught = Taught(loaded, jump_head(0.5))
     traffic(taught.end, taught.windows, range(200))
@@ -434,7 +434,7 @@ def test_two_that_save_to_one_folder(
 def test_a_folder_that_cannot_be_used(
     make: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sentence, and it goes on. Kills: an engine that dies of a full disk or of a damaged file."""
+    """The log has one sentence, and the engine continues. Fails if a full disk or a damaged file ends the engine."""
     monkeypatch.setattr(learner_module.logger, "propagate", True)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / JumpHead.file).write_bytes(b"no tensors")

@@ -1,4 +1,4 @@
-"""Windows and pools of lookahead decoding, beside lists of Python; a play on a target of a few lines."""
+"""Compares windows and pools of lookahead decoding with Python lists, and simulates a target of a few lines."""
 
 import random
 from typing import Any

@@ -114,7 +114,7 @@ def test_part_of_a_vocabulary(tmp_path: Path) -> None:
 
 
 def test_shared_and_borrowed_heads(tmp_path: Path) -> None:
-    """One head for all, and the target's own where there is none."""
+    """Tests one head for all, and the target's head if there is none."""
     layers = {name: tensor for name, tensor in renamed(make_tensors()).items() if "lm_heads" not in name}
     shared, states = torch.randn(VOCAB, HIDDEN), torch.randn(4, HIDDEN)
     save_file(layers | {"lm_head.weight": shared}, tmp_path / "model.safetensors")
@@ -180,7 +180,7 @@ def test_refused_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["greedy", "coupled", "probabilistic"])
 def test_drafts(method: str, tmp_path: Path) -> None:
-    """Token k of head k, drawn for the place where it will stand. Kills: heads or positions off by one."""
+    """Head k drafts token k, with the noise of its position. Fails if heads or positions are off by one."""
     tensors = make_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
     raw = {"method": "medusa", "heads": str(tmp_path), "num_speculative_tokens": 3, "draft_sample_method": method}
@@ -206,7 +206,7 @@ def test_drafts(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_q_that_is_no_distribution(value: float, tmp_path: Path) -> None:
-    """Heads whose states overflow. Kills: their tokens passed on as drafts; a row that nobody counts."""
+    """The states of the heads overflow. Fails if their tokens become drafts, or if a row is not counted."""
     tensors = make_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
     raw = {"method": "medusa", "heads": str(tmp_path), "num_speculative_tokens": 3}

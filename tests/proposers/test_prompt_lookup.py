@@ -34,7 +34,7 @@ def drafts(proposer: PromptLookup, *args: Any, **kwargs: Any) -> list[list[int]]
 
 
 def continued(proposer: PromptLookup, now: DraftBatch, row: int, prefix: list[int], most: int) -> list[int]:
-    """What follows one request's draft; nobody else wants any."""
+    """Returns the tokens after one request's draft; no other request wants a draft."""
     tokens, num_begun = np.full((now.num_reqs, 5), 3, np.int32), np.zeros(now.num_reqs, np.int64)
     tokens[row, : len(prefix)], num_begun[row] = prefix, len(prefix)
     max_draft = np.where(np.arange(now.num_reqs) == row, most, 0)
@@ -111,7 +111,7 @@ def test_references_go_with_their_requests() -> None:
 
 @pytest.mark.parametrize("bad", [[1, 2, -1, 4, 1, 2], [-1, 1, -1, 1]])
 def test_a_fault_in_one_requests_data(bad: list[int]) -> None:
-    """Costs that request its drafts, and nobody else. Kills: a token that nothing can verify."""
+    """The fault costs only that request its drafts. Fails if a draft has an invalid token."""
     proposer = lookup()
     requests = {"a": [1, 2, 3, 4, 9, 1, 2], "bad": bad, "c": [7, 7, 7]}
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_a_fault_in_one_requests_data(bad: list[int]) -> None:
 
 
 def test_continued_drafts() -> None:
-    """A begun draft stands behind the history, and is not remembered."""
+    """A draft to continue follows the history, and is not stored."""
     proposer = lookup()
     now = batch({"a": [1, 2, 3, 4, 9, 1, 2]})
     assert continued(proposer, now, 0, [3], 2) == [4, 9]

@@ -203,7 +203,7 @@ def of_text(text: bytes) -> np.ndarray:
 
 
 def knows_text(text: bytes, num_letters: int) -> Callable[[dict[str, Any]], Answer]:
-    """A drafter that knows a text, in pieces of its own tokenizer's, of so many letters."""
+    """A drafter that knows a text, in tokens of another tokenizer with this number of letters."""
 
     def answer(question: dict[str, Any]) -> Answer:
         prompt = question["prompt"].encode()

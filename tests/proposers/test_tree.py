@@ -88,8 +88,8 @@ def test_merged(num_nodes: int, temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("num_nodes", [1, 2, 7, 15, 31])
 def test_likeliest_nodes(num_nodes: int, temperature: float) -> None:
-    """Beside a search over all candidates. Kills: a parent that is another one, or stands after its child; a token
-    twice below a parent; a candidate that is likelier than a node and left out; nodes that are not best first."""
+    """Compares with a search over all candidates. Fails if a parent is wrong or comes after its child, if a token
+    appears twice below a parent, if a candidate is likelier than a node but missing, or if nodes are not sorted."""
     chain, probs, (token_ids, parents, *_) = grown(num_nodes, temperature, True)
     for row in range(R):
         total = torch.cat((torch.zeros(1), probs[row].gather(1, chain[row, :, None])[:, 0].cumsum(0)))

@@ -1,4 +1,4 @@
-"""A clock for V2's choice of draft lengths: what a step takes in an interpreter says nothing."""
+"""A clock for V2's choice of draft lengths, since the time of a step in an interpreter is meaningless."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -51,7 +51,7 @@ def address(tensor: Tensor) -> int:
 
 
 def poison(tensor: Tensor) -> None:
-    """Memory that nobody has written to: nonsense, never zeros."""
+    """Fills unwritten memory with invalid values, never zeros."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(torch.nan)
     elif tensor.dtype != torch.bool:
@@ -120,6 +120,6 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def fresh(args: Any, kwargs: Any, results: Any) -> list[bool]:
-    """For each tensor of the results, whether it has memory of its own."""
+    """Returns, for each tensor of the results, whether it has separate memory."""
     inputs = {address(tensor) for tensor in tensors((args, kwargs))}
     return [address(tensor) not in inputs for tensor in tensors(results)]

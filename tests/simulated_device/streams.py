@@ -22,7 +22,7 @@ _lock = threading.RLock()  # outputs are waited for in a thread of vLLM's
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """The simulation's own work: no tape, no ledger."""
+    """Runs work of the simulation itself, without tape and ledger."""
     with _lock, torch.inference_mode(), _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 

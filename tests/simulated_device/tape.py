@@ -201,6 +201,6 @@ def _run_into(targets: list[Tensor | None], run: Callable[[], Any]) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, flat, in its own dtype."""
+    """Returns all of a tensor's storage, flat, in the tensor's dtype."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.new_empty(0).set_(tensor.untyped_storage(), 0, (size,))

@@ -110,7 +110,7 @@ class Asked:
 
 
 def said(answer: bytes) -> Any:
-    """What the choices of an answer say; a refusal's words."""
+    """Returns the text of an answer's choices, or the words of a refusal."""
     try:
         found = json.loads(answer)
     except ValueError:
@@ -184,7 +184,7 @@ def main() -> int:
 
 
 def told(problems: list[str]) -> int:
-    """The exit status."""
+    """Prints the problems and returns the exit status."""
     for problem in problems:
         print(f"PROBLEM {problem}")
     print(f"{len(problems)} problems" if problems else "no problems")

@@ -1,4 +1,4 @@
-"""Request options that nobody means well by: each costs its own request at most."""
+"""Hostile request options: each affects at most its request."""
 
 import json
 import random
@@ -12,7 +12,8 @@ TEXTS = ["", "x", "\ud800", "abc \ud800 def", "\x00", "é" * 100, "prompt_lookup
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """What stands in `vllm_xargs["specplugins"]`, and whether it must answer 400 (None: 400 or as without)."""
+    """A value of `vllm_xargs["specplugins"]`, and whether the server must answer 400 (None: 400, or as without
+    options)."""
 
     name: str
     options: Any
@@ -73,7 +74,7 @@ def variant(rng: random.Random) -> Hostile:
 
 
 def predictions(seed: int, number: int) -> list[Any]:
-    """What stands in a chat's `prediction`."""
+    """Yields values of a chat's `prediction`."""
     rng = random.Random(seed)
     part = lambda: {"type": rng.choice(("text", "image_url")), rng.choice(("text", "x")): _value(rng, 2)}  # noqa: E731
     content = lambda: rng.choice((_value(rng, 3), [part() for _ in range(rng.randrange(4))]))  # noqa: E731

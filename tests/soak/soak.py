@@ -81,7 +81,7 @@ class Clock:
         return time.monotonic() + self._start_seconds > self._end
 
     def seconds_to_the_last(self) -> float:
-        """Until everything ends, whatever is still to come."""
+        """Returns the seconds until everything ends."""
         return max(0.0, self._end + GRACE_SECONDS - time.monotonic())
 
     def next_share(self) -> float:

@@ -1,4 +1,4 @@
-"""The soak's own judgement, without a server: that it sees what is wrong. `python tests/soak` is the soak itself."""
+"""Tests that the soak detects errors, without a server. `python tests/soak` runs the soak."""
 
 import doctest
 import random
@@ -26,7 +26,7 @@ def test_docstrings() -> None:
 
 
 def test_every_kind_of_request() -> None:
-    """The same by seed, each with a name of its own. Kills: a kind that is never drawn."""
+    """A seed gives the same requests, each with a unique name. Fails if a kind is never drawn."""
     cases = catalogue(3)
     assert cases == catalogue(3) != catalogue(4)
     assert len({case.name for case in cases}) == len(cases)

@@ -1,4 +1,4 @@
-"""Clients that keep one server busy, and the book of right answers that theirs are held against."""
+"""Clients that keep one server busy, and the book of correct answers for comparison."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ BURST_EVERY_S = 25.0
 
 
 class Book:
-    """The right answer to each case: the first that came, from a server that did not speculate."""
+    """The correct answer to each case: the first answer of a server without speculation."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
@@ -94,7 +94,7 @@ class Traffic:
         await asyncio.gather(*workers, *self._bursts)
 
     async def calm(self) -> None:
-        """A few requests that everybody can draft for, one behind the other."""
+        """Sends a few requests for which every method can draft, one after another."""
         for case in [case for case in self._cases if case.name.endswith("greedy")][:6]:
             await self._answered(case, None, stream=False)
 

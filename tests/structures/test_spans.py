@@ -1,4 +1,4 @@
-"""Spans beside a brute-force memory, in random operations."""
+"""Compares spans with a brute-force memory, in random operations."""
 
 import random
 

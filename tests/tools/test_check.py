@@ -1,4 +1,4 @@
-"""`check`: good proposers pass the recorded engine, and each kind of bad one is told what it did."""
+"""`check`: good proposers pass the recorded engine, and `check` states the violation of each kind of bad one."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""One reader for all commands: every form of text and traffic, and what is none."""
+"""One reader for all commands: every form of text and traffic, and invalid data."""
 
 import json
 import re

@@ -24,7 +24,7 @@ EARLY = {"method": "early_exit", "exit_layer": 1}
 
 
 def doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, report and stderr of the command in a process of its own."""
+    """Returns exit code, report and stderr of the command in a separate process."""
     command = [sys.executable, "-m", "vllm_specplugins", "doctor", "--json", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}
@@ -73,7 +73,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_without_a_model(name: str) -> None:
-    """Fails if what is not served is called ready: misspelt fields and missing ones, of vLLM's own methods, too."""
+    """Fails if a configuration that vLLM refuses is called ready: misspelt and missing fields, also of vLLM's
+    methods."""
     raw, words = REFUSED[name]
     [sentence] = [finding.value for finding in diagnose(raw, None) if finding.state == PROBLEM]
     assert words in sentence

@@ -122,7 +122,7 @@ def test_another_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where a report cannot be printed, one sentence says why. Fails if that ends in a traceback."""
+    """If a report cannot be printed, one sentence states the reason. Fails if the command ends in a traceback."""
 
     def run(args: object) -> int:
         with open("/dev/full", "w") as full:

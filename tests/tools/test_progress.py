@@ -1,4 +1,4 @@
-"""Long work tells how far it is where standard error is a file; every command that may take long does so."""
+"""Long work reports its progress if standard error is a file, in every command that may take long."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Methods that a replay plays beside ours, logs with a drafter's accepted lengths, and public benchmarks' formats."""
+"""Other engines' methods in a replay, logs with a drafter's accepted lengths, and formats of public benchmarks."""
 
 import json
 from collections.abc import Callable

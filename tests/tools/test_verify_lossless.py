@@ -126,7 +126,7 @@ def test_right_samples_pass(
     ],
 )
 def test_wrong_samples_are_seen(wrong: dict[str, Any], seen_in: str, engine: Any, tmp_path: Path) -> None:
-    """Kills: a parameter that the exact distribution does not know, a verdict that nobody reads."""
+    """Fails if the exact distribution ignores a parameter, or if a verdict has no effect."""
     engine(wrong=wrong)
     status, report = run(tmp_path)
     assert status == 1 and not report["lossless"]

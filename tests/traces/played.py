@@ -1,4 +1,4 @@
-"""Recorded texts, played to a cascade by an engine whose steps cost what one says. No clock: always the same."""
+"""Replays recorded texts to a cascade in an engine with given step costs. Without a clock, results never change."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence

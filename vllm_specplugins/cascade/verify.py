@@ -124,8 +124,8 @@ def checked(stages: Sequence[Stage]) -> Source:
 
 
 class CheckedOnDevice(DeviceModel):
-    """The policy `verify` on the device: the model drafts all tokens, in as many steps as it would alone. If it
-    confirms a token of the lookup, that token's acceptance probability rises."""
+    """The policy `verify` on the device: the model drafts all tokens, in the same number of steps as without a lookup.
+    If it confirms a token of the lookup, that token's acceptance probability rises."""
 
     def draft(self, batch: DeviceBatch, prefix: DraftArrays | None, limits: torch.Tensor) -> DraftArrays:
         assert prefix is not None

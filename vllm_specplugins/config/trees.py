@@ -49,8 +49,8 @@ def with_tree(config: SpecConfig, says_length: bool) -> SpecConfig:
     samples = "probabilistic" in sample_methods(config)
     if (tree and samples != in_rounds) or (in_rounds and (config.stages or not tree)):
         raise ConfigError(
-            f"{method}: tree with draft_sample_method 'probabilistic' requires rejection 'rounds', which requires both "
-            f"and no cascade; rejection is {'rounds' if in_rounds else None!r}."
+            f"{method}: set rejection 'rounds' if, and only if, tree is set with draft_sample_method 'probabilistic', "
+            f"without a cascade; rejection is {'rounds' if in_rounds else None!r}."
         )
     if not tree:
         return config

@@ -44,7 +44,7 @@ class Settles(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """The object through which adapters call the proposer; it also counts."""
+    """The object through which adapters call the proposer; it also counts drafts and accepted tokens."""
 
     barrier: FaultBarrier
     scheduler_stage: int | None = None  # index of the stage for which the scheduler's tokens count; None: it adds none

@@ -19,10 +19,10 @@ def fill_a_graph(num_reqs: int, max_num_draft: int) -> bool:
 class CommonLength:
     """Maps a number of requests to the number of tokens to draft for each in this step.
 
-    A length stays for at least two steps: the second one drafts as many tokens as it verifies, so its time belongs to
-    that length. A step's time runs from the end of the previous step to its end, since device and host each process one
-    step at a time. `clock` returns seconds; StepTimes describes `longest_chain`, `cliff` and `trims`. All drafts of a
-    step fit into `step_tokens`: what the scheduler shortens would show no time of a length.
+    A length stays for at least two steps. The second step drafts and verifies the same number of tokens, so its time
+    belongs to that length. A step's time runs from the end of the previous step to its end, since device and host each
+    process one step at a time. `clock` returns seconds; StepTimes describes `longest_chain`, `cliff` and `trims`. All
+    drafts of a step fit into `step_tokens`, since shortened drafts would not show the time of a length.
     """
 
     def __init__(

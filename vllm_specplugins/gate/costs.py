@@ -3,8 +3,8 @@ ms must gain.
 
     ms = base + slope * draft tokens,    slope = (covariation + w * first slope) / (variation + w)
 
-A step's draft tokens are compared with those of mean length, and its time with that of as many requests: requests that
-end take both their attention and their drafts with them.
+A step's draft tokens are compared with drafts of mean length, and its time with steps of the same number of requests,
+since a request that ends removes both its attention and its drafts.
 
 StepTimes (step_times.py) has a table by length, since the scheduler gives all requests one length. The gate's lengths
 differ by request, so a batch may have any number of draft tokens, and a line through all steps needs fewer steps to

@@ -125,10 +125,10 @@ class Gate:
         self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, max_length: int, saved_ms: float
     ) -> int:
         """Returns the number of tokens of a stage that runs for all requests at once, before its draft is known. It has
-        the largest difference between RUN_MARGIN times the expected gain beside the given drafts and the number of
-        tokens that the engine emits in the time of the passes after the first one, `saved_ms` for all `max_length`. The
-        stage drafts all tokens while few of its tokens were tried, and after many steps without a draft, as
-        EXPLORE_SHARE allows. `max_more` [R] limits its tokens."""
+        the largest difference between RUN_MARGIN times the expected gain over the given drafts and the number of tokens
+        that the engine emits in the time of the passes after the first one, `saved_ms` for all `max_length`. The stage
+        drafts all tokens while few of its tokens were tried, and after many steps without a draft, as EXPLORE_SHARE
+        allows. `max_more` [R] limits its tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
             return max_length

@@ -78,7 +78,7 @@ class PromptLookup(Lookup):
         return rows
 
     def _begin(self, row: int, options: Mapping[str, Any]) -> None:
-        """Starts new requests, and ignores a reference that is no list of token ids."""
+        """Starts a new request, and ignores a reference that is no list of token ids."""
         self._known[row] = NO_MATCH, NO_MATCH, 0, 0
         with suppress(TypeError, ValueError, OverflowError):
             text = np.ascontiguousarray(options.get("reference", ()), np.int32).ravel()

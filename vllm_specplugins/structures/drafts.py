@@ -28,7 +28,7 @@ class DraftArrays(NamedTuple):
             are one-hot. On the device q is not used; row and place are the draft's.
         logits: [N, vocab_size] tensor, on the device [num_reqs, at most K, vocab_size].
         by_stage: for each stage of a cascade on the device, the number of tokens that it drafted, [num_reqs] int, -1 if
-            it was not asked; then, under the policy `verify`, the number of tokens that the model confirmed.
+            it was not called; then, under the policy `verify`, the number of tokens that the model confirmed.
     """
 
     token_ids: Array

@@ -39,7 +39,7 @@ class MinTokens(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """A repetition penalty of 1, and other penalties of 0, change nothing."""
+    """A repetition penalty of 1 and other penalties of 0 have no effect."""
 
     # [num_states] float32 each
     repetition: Any
@@ -68,7 +68,7 @@ class BadWords(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """None, or a state's empty list, edits nothing."""
+    """None and empty lists make no edit."""
 
     allowed: Allowed | None = None
     bias: Bias | None = None

@@ -63,8 +63,8 @@ def record_single_tokens(graphs: Any) -> None:
 
 
 def _record_plain_steps(runner: Any) -> None:
-    """Makes vLLM also record graphs of one token per request, for steps that draft nothing. vLLM reads lengths by
-    number of requests, of which there must be two, or more where drafts branch; our scheduler chooses."""
+    """Makes vLLM also record graphs of one token per request, for steps that draft nothing. vLLM needs a table of at
+    least two lengths by number of requests; the plugin's scheduler chooses the length."""
     config = runner.speculative_config
     if config.plan.scheduler_chooses and runner.max_num_reqs > 1:
         max_num_draft, chain = runner.num_speculative_steps, config.plugin_config.longest_chain

@@ -96,8 +96,8 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
     if limit < 2 or config.says_length:
         num = config.length if config.says_length else 1
         raise ConfigError(
-            f"{config.method}: {name} must allow {num + 1} tokens with num_speculative_tokens {num}, since vLLM adds a "
-            f"token, not {limit}."
+            f"{config.method}: {name} must allow {num + 1} tokens with num_speculative_tokens {num}, not {limit}: vLLM "
+            "adds a token."
         )
     sentence = (
         "%s: num_speculative_tokens defaults to %d instead of %d on this server: %s is %d, and vLLM adds a token."

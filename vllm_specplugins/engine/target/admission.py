@@ -68,8 +68,8 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
     if parallel.data_parallel_size > 1 and model.is_moe:  # engines of a dense model are independent
         raise ConfigError(
-            f"{method}: data_parallel_size must be 1 for a mixture of experts, since its engines run each layer "
-            f"together, not {parallel.data_parallel_size}."
+            f"{method}: data_parallel_size must be 1 for a mixture of experts, not {parallel.data_parallel_size}: its "
+            "engines run each layer together."
         )
     if vllm_config.lora_config is not None and not all(row.knows_adapters for row, _ in rows):
         raise ConfigError(f"{method}: enable_lora must be false, not True: its head was trained without adapters.")

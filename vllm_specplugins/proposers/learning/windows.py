@@ -18,8 +18,8 @@ MAX_WINDOWS = 2048  # older text resembles new text less
 
 
 class ExitStates:
-    """The states that an exit read for its newest drafts; a CUDA graph may write them. If they are those of the first
-    layers, the target computes the same states in verification."""
+    """The states that an exit read for its newest drafts; a CUDA graph may write them. For an exit of the first layers,
+    the target computes the same states in verification."""
 
     def __init__(self, num_rows: int, max_num_draft: int, hidden_size: int, device: Any, dtype: torch.dtype):
         self.states = torch.zeros(num_rows, max_num_draft, hidden_size, device=device, dtype=dtype)

@@ -59,7 +59,7 @@ class TokenIds:
 
 
 class Text:
-    """Guesses are bytes of UTF-8; the methods are those of TokenIds."""
+    """Guesses are bytes of UTF-8; the methods have the meaning of those of TokenIds."""
 
     none: Guess = b""
     fields: Mapping[str, Any] = {}

@@ -29,7 +29,7 @@ class DeviceLengths:
     """Chooses the lengths of drafts, and the drafts.
 
     Args:
-        load: the load, whose costs are those of vLLM's profile at the start.
+        load: the load, with the costs of vLLM's profile at the start.
         clock: returns the simulated time in seconds.
     """
 

@@ -188,7 +188,7 @@ class _Engine:
         self._player = Player(traffic, num_draft, traffic.max_model_len + num_draft, self)
 
     def step(self, running: Sequence[int]) -> list[int]:
-        """Runs one step of these requests, and returns those that it finished."""
+        """Runs one step of these requests, and returns the requests that it finished."""
         player = self._player
         decoding = [number for number in running if not player.is_new(number)]
         num_draft = sum(map(player.num_drafted, decoding))

@@ -76,7 +76,8 @@ class JumpSettings(Settings):
         return {**layers, "inner_size": (1, 1_000_000)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> JumpHead:
-        """Fits the linear half to the states of some rows (ridge regression). The other half adds nothing yet."""
+        """Fits the linear half to the states of some rows (ridge regression). The other half starts with the output
+        0."""
         hidden, late_layer = base.hidden_size, self.late_layer
         sizes = {"early_layers": self.early_layers, "late_layer": late_layer, "inner_size": self.inner_size}
         if self.resume is not None:

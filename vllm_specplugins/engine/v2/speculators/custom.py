@@ -1,6 +1,6 @@
 """Model Runner V2: drafts with another package's `device.DeviceProposer`. After an exception, or an invalid result, it
-drafts nothing until the engine starts again, since no Python runs in a recorded graph. Requests continue. On one of
-several ranks, which draft alike, a fault ends the process."""
+drafts nothing until the engine starts again, since no Python runs in a recorded graph. Requests continue. With several
+ranks, which must draft alike, a fault ends the process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -147,7 +147,7 @@ class Trees:
         return last - (input_batch.cu_num_logits.diff() - 1) + node
 
     def _record(self, capture_model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Records graphs with masks: those of more than one token per request serve steps that verify trees."""
+        """Records graphs with masks. Graphs of more than one token per request serve steps that verify trees."""
         self.masks = not self.is_off
         try:
             return capture_model(*args, **kwargs)

@@ -71,8 +71,8 @@ def _is_any(has_problem: bool) -> bool:
 @torch.inference_mode()
 def warm_up(runner: Any, speculator: Any) -> None:
     """Runs every variant of the plugin's kernels that serving can launch, since Triton compiles a kernel at its first
-    launch with new types and constants. The dummy logits come from the model's head, with as many rows as a step may
-    have (with trimming, as many as vLLM verifies at once), so vLLM's memory profile includes verification."""
+    launch with new types and constants. The dummy logits come from the model's head and have the largest number of rows
+    of a step (with trimming, the number that vLLM verifies at once), so vLLM's memory profile includes verification."""
     num_draft, device = runner.num_speculative_steps, runner.device
     num_reqs = min(runner.max_num_reqs, max(1, runner.max_num_tokens // (num_draft + 1)))
     config, num_rows = runner.model_config, num_reqs * (num_draft + 1)
