@@ -8,6 +8,7 @@ from pathlib import Path
 import chaos
 import memory
 import numpy as np
+import peers
 import probed
 import pytest
 import server
@@ -106,3 +107,15 @@ def test_hostile_bodies_of_a_probed_server() -> None:
     }
     assert kinds >= {"json", "regex", "grammar", "choice", "structural_tag"}
     assert sum(body["structured_outputs"] == {"json": probed.FREE} for body in bodies) == 20
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_probes_of_peers(name: str) -> None:
+    """`probes.py` runs thousands. Fails if what others wrote ends a reader, or is taken for a text that was saved."""
+    assert not any(peers.PEERS[name](random.Random(5), 40))
+
+
+def test_probes_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a damaged text that a reader takes is no problem."""
+    monkeypatch.setattr("vllm_specplugins.structures.suffix.store_file._digest", lambda *_: b"x" * 8)
+    assert any(peers.stores(random.Random(5), 40))
