@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from adapters import WITH_ADAPTERS, adapter
 from cases import SUFFIX_LOOKUP, early_exit, progress
-from conftest import ALL, INTERPRETED, counted, long
+from conftest import ALL, INTERPRETED, counted, long, spec_metrics
 from families import EXIT_LAYER, NUM_LAYERS, SHAPE, VOCAB_SIZE, checkpoint
 from parts import write_head
 
@@ -26,12 +26,12 @@ def prompts() -> Outputs:
     return [pair * 2 for pair in pairs for _ in range(3)]
 
 
-def generate(llm: Any, prompts: Outputs, salt: str | None = None, **sampling: Any) -> Outputs:
+def generate(llm: Any, prompts: Outputs, salt: str | None = None, has_head: bool = False, **sampling: Any) -> Outputs:
     """Outputs of one batch; the first prompt's request has no adapter, the second's one, the third's another, ..."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    requests = [None, *(LoRARequest(f"adapter {seed}", seed, str(adapter(seed))) for seed in (1, 2))]
+    requests = [None, *(LoRARequest(f"adapter {seed}", seed, str(adapter(seed, has_head))) for seed in (1, 2))]
     params = SamplingParams(
         **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False, **sampling}
     )
@@ -42,8 +42,8 @@ def generate(llm: Any, prompts: Outputs, salt: str | None = None, **sampling: An
     return [list(result.outputs[0].token_ids) for result in results]
 
 
-def start(engine: Any, config: dict[str, Any] | None) -> Any:
-    return engine(config, model=str(checkpoint("llama")), skip_tokenizer_init=True, **WITH_ADAPTERS)
+def start(engine: Any, config: dict[str, Any] | None, **arguments: Any) -> Any:
+    return engine(config, model=str(checkpoint("llama")), skip_tokenizer_init=True, **WITH_ADAPTERS, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +113,17 @@ def test_output(engine: Any, prompts: Outputs, plain: Outputs, config: dict[str,
     assert in_turn[1] == in_turn[0] and in_turn[2] > (in_turn[0] if config is SUFFIX_LOOKUP else 0)
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["faults"] == {} and 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [CASCADE, SUFFIX_LOOKUP], ids=lambda config: config["method"])
+def test_preempted(engine: Any, prompts: Outputs, config: dict[str, Any]) -> None:
+    """Adapters of the target's head, too, prompts in chunks, and too few blocks. Fails if a request that comes back is
+    drafted for with another one's adapter."""
+    scarce = {"num_gpu_blocks_override": 10, "max_model_len": 160, "max_num_batched_tokens": 48}
+    own = {"has_head": True, "max_tokens": 40}
+    expected = generate(start(engine, None, **scarce), prompts, **own)
+    llm = start(engine, config, **scarce)
+    assert generate(llm, prompts, **own) == expected == generate(llm, prompts, **own)
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"] == {} and stats["drafted_tokens"] > 0 and spec_metrics(llm)["preemptions"] > 0

@@ -1,6 +1,7 @@
 """Parts that learn during serving: their training data, the weights that they serve with, and outputs that do not
 depend on them."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NUM_TOKENS, STRESS, generate
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, SOME, long, long_on_v2
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, SOME, long, long_on_v2, spec_metrics
 from parts import HIDDEN, learner_of, learning, swaps_weights, write_head
 from test_early_exit import engine_config
 
@@ -110,6 +111,30 @@ def test_outputs_while_weights_change(
     assert generate(llm, prompts[:8], [4], **own) == expected
     learner._take_in()
     assert num_steps[0] > 10 and learner.counts()["examples"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["jump", "early_exit"])
+def test_preempted_on_a_full_disk(
+    engine: Any, prompts: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights before every other step, in an engine that preempts, whose saves end within a file: the same tokens
+    as without speculation, and the next save is whole. Kills: weights of half a file; a save that ends learning."""
+    expected = generate(engine(None, **STRESS), prompts, [8], max_tokens=48)
+    llm = engine(learning(tmp_path / "head", method, path=str(tmp_path / "learned")), **STRESS)
+    learner, num_steps = learner_of(llm), swaps_weights(monkeypatch)
+    assert generate(llm, prompts, [8], max_tokens=48) == expected
+    assert num_steps[0] > 10 and llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+    assert spec_metrics(llm)["preemptions"] > 0
+    limit, learner._is_saved = resource.getrlimit(resource.RLIMIT_FSIZE), False
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    learner._save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not learner._is_saved and list((tmp_path / "learned").iterdir()) == []
+    learner._save()
+    assert learner._is_saved
+    again = learner.trainer.serving.load(tmp_path / "learned")
+    assert all(map(torch.equal, again.parameters(), learner.trainer.serving.parameters()))
 
 
 @pytest.mark.parametrize(
