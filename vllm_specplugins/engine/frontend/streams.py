@@ -16,7 +16,7 @@ from vllm_specplugins.engine.hooks import wrap
 logger = logging.getLogger("vllm.specplugins")
 
 # Parsers of vLLM that read several tokens at once like single tokens (tests/engine/test_streams.py), in addition to
-# those that vLLM's parser engine runs.
+# those that vLLM's parser engine runs; of the latter, all but UNPROVEN.
 _TOOLS = (
     "Dots GptOss Granite4 HYV3 HYV4 Hermes2Pro KimiK3 Lfm2 Llama4Pythonic LongcatFlash MuseGlimmer Olmo3Pythonic "
     "PoolsideV1 Pythonic"
@@ -29,6 +29,9 @@ PROVEN = {
     "PoolsideV1ReasoningParser",
     "Step3ReasoningParser",
 }
+UNPROVEN = (
+    "InklingParserReasoningAdapter"  # one token at a time, a marker ends its answers; in longer steps it does not
+)
 
 
 def split_streams() -> None:
@@ -50,7 +53,7 @@ def _parser(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_proven(parser: Any) -> bool:
-    is_engine: bool = parser.engine_based_streaming
+    is_engine: bool = parser.engine_based_streaming and parser.__name__ != UNPROVEN
     return parser.__module__.startswith("vllm.") and (is_engine or parser.__name__ in PROVEN)
 
 
