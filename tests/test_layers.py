@@ -61,7 +61,7 @@ IN_ENGINE_MAY_IMPORT = {
     "switch": {"hooks", "messages"},
     "room": set(),
     "emitted": {"messages", "metrics", "room", "switch"},
-    "masks": {"hooks"},
+    "masks": {"hooks", "messages"},
     "grammar": {"codec", "emitted", "frontend", "masks", "messages"},
     "self_check": set(),
     "scheduler": {"emitted", "frontend", "masks", "messages"},

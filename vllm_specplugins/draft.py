@@ -174,6 +174,7 @@ class Feedback:
         step_ms: the step's time without drafting; None unless the step only decoded.
         num_others: the numbers of verified and accepted tokens that others added after these drafts.
         mixed_ms: the time of a step that also read prompts, times the requests' share of its tokens.
+        num_refused: [num_reqs] int32, 1 where a grammar refused the token after the verified ones; None: nowhere.
     """
 
     request_ids: Sequence[str]
@@ -182,6 +183,7 @@ class Feedback:
     step_ms: float | None = None
     num_others: tuple[int, int] = (0, 0)
     mixed_ms: float | None = None
+    num_refused: Int32Array | None = None
 
 
 class Proposer(Protocol):

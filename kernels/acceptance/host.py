@@ -66,12 +66,13 @@ def keep(
             by_stage[stage, DRAFTS] += is_first
 
 
-@compiled(types.void(StateType, Ints, Ints, Ints, Reals, Reals, types.int64[:, :, ::1]))
+@compiled(types.void(StateType, Ints, Ints, Ints, Ints, Reals, Reals, types.int64[:, :, ::1]))
 def observe(
     state: Any,
     rows: Any,  # [R]
     num_verified: Any,  # [R]
     num_accepted: Any,  # [R]
+    num_refused: Any,  # [R], tokens after the verified ones that count as tried and rejected
     whole: Any,  # [S, M], the length of a stage's part of the newest draft if all of it was accepted, else 0; written
     extended: Any,  # [M, 2], of parts that were accepted: their fading number, and that of accepted tokens after them
     by_place: Any,  # [M, KINDS, K], counts
@@ -81,12 +82,12 @@ def observe(
     tried, accepted, all_tried, all_accepted = np.zeros((4, *shape))
     for index in range(len(rows)):
         row, num_right = rows[index], num_accepted[index]
-        length = min(state.num_sent[row], num_verified[index])
+        length = min(state.num_sent[row], num_verified[index] + num_refused[index])
         state.num_sent[row] = start = 0
         tried[:] = accepted[:] = 0.0
         for place in range(length):
             stage, end = state.sent_stage[row, place], place + 1
-            by_place[stage, VERIFIED, place] += 1
+            by_place[stage, VERIFIED, place] += place < num_verified[index]
             by_place[stage, ACCEPTED, place] += place < num_right
             if place <= num_right:
                 number = bin_of(state.sent_confidence[row, place])

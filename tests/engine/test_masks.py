@@ -1,5 +1,6 @@
 """Masks of structured output: few drafts until more were accepted, and no rows behind the step's longest draft."""
 
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_specplugins.engine import masks
 from vllm_specplugins.engine.grammar.scheduler import GrammarScheduler
+from vllm_specplugins.engine.messages import news_of
 from vllm_specplugins.engine.scheduler import ChoosingScheduler, PlannedScheduler
 
 K = 31
 ON_V1 = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+CHUNK = {"is_prefill_chunk": False}
 TEXTS = ['{"a', '{"abcdefgh', '{"a": "b and c", "d": "']
 
 
@@ -36,8 +39,24 @@ class Theirs:
             if request_id in self.requests:
                 self.requests[request_id].spec_token_ids = [-1] * K  # the plan of the next step
 
+    def _update_after_schedule(self, scheduler_output: Any) -> None: ...
+
 
 class Ours(masks.LimitsMasks, Theirs):
+    pass
+
+
+class Refusing(Theirs):
+    """A grammar takes the tokens below 10."""
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        for request in self.requests.values():
+            draft = request.spec_token_ids if not request.is_prefill_chunk else []
+            request.spec_token_ids = list(takewhile(lambda token: 0 <= token < 10, draft))
+
+
+class Notes(masks.LimitsMasks, Refusing):
     pass
 
 
@@ -47,7 +66,9 @@ def test_few_drafts_until_more_were_accepted(ahead: bool) -> None:
     """Kills: 31 drafts for a request that has proven nothing (V1's default before); a limit for requests without
     structured output, or that stays when many were accepted."""
     json, plain = (
-        SimpleNamespace(request_id=name, use_structured_output=name == "json", num_tokens=10, spec_token_ids=[])
+        SimpleNamespace(
+            request_id=name, use_structured_output=name == "json", num_tokens=10, spec_token_ids=[], **CHUNK
+        )
         for name in ("json", "plain")
     )
     scheduler: Any = Ours(json, plain)
@@ -69,6 +90,31 @@ def test_few_drafts_until_more_were_accepted(ahead: bool) -> None:
     ]  # fmt: skip
     for kind in (ChoosingScheduler, PlannedScheduler, GrammarScheduler):
         assert issubclass(kind, masks.LimitsMasks)
+
+
+@ON_V1
+def test_a_refused_token_is_told_once() -> None:
+    """The worker learns which requests' grammars refused the token after the scheduled draft. Kills: a draft that
+    waited for a step with room and is told early; one that the step has cut further; NEVER and unread prompts."""
+    drafts = {"cut": [1, 2, 30], "none": [30], "whole": [1, 2], "never": [-1], "chunk": [30], "waits": [1, 30]}
+    drafts |= {"short": [1, 2, 30], "plain": [1]}
+    each = (
+        SimpleNamespace(request_id=name, use_structured_output=name != "plain", num_tokens=9, spec_token_ids=[],
+                        is_prefill_chunk=name == "chunk")
+        for name in drafts
+    )  # fmt: skip
+    scheduler: Any = Notes(*each)
+    scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def told(*names: str) -> tuple[str, ...]:
+        ids = {name: scheduler.requests[name].spec_token_ids for name in names}
+        ids = {name: tokens[: 1 if name == "short" else None] for name, tokens in ids.items() if tokens}
+        step: Any = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1), scheduled_spec_decode_tokens=ids)
+        scheduler._update_after_schedule(step)
+        return news_of(step).refused
+
+    assert told(*drafts.keys() - {"waits"}) == ("cut", "none")
+    assert told("cut", "waits") == ("waits",) and told("waits") == ()
 
 
 def manager(num_tokens: int, max_num_seqs: int = 8) -> tuple[Any, Case]:

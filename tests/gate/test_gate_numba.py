@@ -94,6 +94,22 @@ def test_tracker(monkeypatch: pytest.MonkeyPatch, prior_weight: float) -> None:
             assert getattr(counted, name) == getattr(own_plain, name) > 0
 
 
+def test_refused_tokens() -> None:
+    """A token that a grammar refused before the target saw it counts as tried and rejected, but not as verified, and
+    only where the target accepted all tokens before it. Kills: a record that learns nothing from such drafts."""
+    tracker, counters = DraftTracker(1, K), [StageCounters()]
+    tracker.make_room(3)
+    drafts = of_stage(0, np.zeros((3, K), np.int32), np.full(3, K), np.ones(3))
+    before = tracker.state.shared_tried.sum(), tracker.state.shared_accepted.sum()
+    tracker.keep(np.arange(3), drafts)
+    tracker.observe(np.arange(3), np.array([0, 2, 2], np.int32), np.array([0, 2, 1], np.int32), np.ones(3, np.int32))
+    tried, accepted = (tracker.state.tried.sum(axis=(1, 2)), tracker.state.accepted.sum(axis=(1, 2)))
+    assert tried.tolist() == [1, 3, 2] and accepted.tolist() == [0, 2, 1]
+    assert tracker.state.shared_tried.sum() > before[0] and not tracker.whole[:3].any()
+    tracker.move_to(counters)
+    assert counters[0].verified == 4 and counters[0].accepted == 3
+
+
 def learned(rng: np.random.Generator) -> DraftTracker:
     """Of random drafts of two stages."""
     tracker = DraftTracker(2, K)

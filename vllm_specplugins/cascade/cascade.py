@@ -180,7 +180,7 @@ class Cascade(StageProposer):
 
     def observe(self, feedback: Feedback) -> None:
         rows = self._rows.known(feedback.request_ids)
-        self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted)
+        self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted, feedback.num_refused)
         step_ms = None if self._gate is None else self._gate.counted_ms(feedback.step_ms, feedback.mixed_ms)
         if self._gate is not None and step_ms is not None:
             # If the drafter was skipped, the time that it would have taken is added; otherwise the gate learns steps

@@ -97,6 +97,3 @@ class CountsEmitted(Switched, MakesRoom):
         """Returns True also until the worker has received the last totals, which takes an empty step with asynchronous
         scheduling."""
         return self._sent is not self._emitted or super().has_finished_requests()  # type: ignore[misc]
-
-
-NEVER = [-1]  # a worker's draft for a request that can verify only one position

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _NAME = "specplugins"
+NEVER = [-1]  # a worker's draft for a request that can verify one position only
 
 
 class Emitted(NamedTuple):
@@ -51,6 +52,7 @@ class StepNews:
     emitted: Emitted | None = None
     verifies: int | None = None  # the previous step's draft length; None: this step's drafts differ
     forced: tuple[ForcedDraft, ...] = ()
+    refused: tuple[str, ...] = ()  # requests whose grammar refused the token after the scheduled draft
     sums: StepSums | None = None
 
 

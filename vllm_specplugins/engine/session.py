@@ -55,6 +55,7 @@ class Session:
     emitted: Emitted | None = None
     facts: StepFacts = field(default_factory=StepFacts)  # of this step
     forced: Forced | None = None  # tokens of this step that the scheduler adds after drafts
+    refused: Sequence[str] = ()  # as in StepNews, of this step
     is_warming_up: bool = False  # then a request may have any name
     undrafted: str | None = None  # why the newest call drafted nothing
     paused_ms: float = 0.0  # time of this step in which the engine was paused
@@ -64,6 +65,7 @@ class Session:
     def read(self, news: StepNews) -> None:
         """Reads the message that the scheduler sends with a step."""
         self.emitted = news.emitted or self.emitted  # vLLM's warm-up has no message
+        self.refused = news.refused
         if self.scheduler_stage is not None:
             self.forced = {draft.request_id: (draft.num_before, draft.token_ids) for draft in news.forced}
 
@@ -75,6 +77,9 @@ class Session:
         if feedback.step_ms is not None:
             feedback = replace(feedback, step_ms=feedback.step_ms - self.paused_ms)
         self.paused_ms = 0.0
+        if self.refused:
+            refused = [request_id in self.refused for request_id in feedback.request_ids]
+            feedback = replace(feedback, num_refused=np.array(refused, np.int32))
         before = stage_of(self.barrier.proposer).activity()
         draft = self.barrier.draft(batch, _without_forced(feedback, self.forced) if self.forced else feedback)
         self.undrafted = None if draft.num_draft.any() else self._reason(batch, before)

@@ -44,9 +44,12 @@ class DraftTracker:
         num_draft = drafts.num_draft.astype(np.int32)
         return Draft(drafts.token_ids[:, :width], num_draft, logits=dense_logits(drafts, width))
 
-    def observe(self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array) -> None:
+    def observe(
+        self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array, num_refused: Int32Array | None = None
+    ) -> None:
         """Counts the outcome of the newest drafts, [R] tokens each, learns from it, and drops the drafts."""
-        outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64)
+        refused = np.zeros(len(rows), np.int64) if num_refused is None else num_refused.astype(np.int64)
+        outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64), refused
         host.observe(self.state, rows, *outcome, self.whole, self._extended, self._by_place)
 
     def accept_probs(self, rows: Ints, drafts: DraftArrays) -> Floats:

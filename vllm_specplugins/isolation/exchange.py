@@ -67,7 +67,9 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:
     numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
-    return replace(feedback, request_ids=tuple(feedback.request_ids), num_draft=numbers[0], num_accepted=numbers[1])
+    refused = None if feedback.num_refused is None else copy(feedback.num_refused)
+    shown = replace(feedback, request_ids=tuple(feedback.request_ids), num_draft=numbers[0], num_accepted=numbers[1])
+    return replace(shown, num_refused=refused)
 
 
 def _views(token_ids: Sequence[Int32Array]) -> Views:

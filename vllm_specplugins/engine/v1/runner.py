@@ -16,10 +16,9 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.emitted import NEVER
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.hooks import both, replaced, wrap
-from vllm_specplugins.engine.messages import news_of
+from vllm_specplugins.engine.messages import NEVER, news_of
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
