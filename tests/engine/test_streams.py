@@ -31,7 +31,7 @@ NOT_HERE = {
     **dict.fromkeys(("cohere_command3", "cohere_command4"), "it needs a package"),
     **dict.fromkeys(("hf", "beam"), "it needs a template"),
 }
-STREAM_NOTHING = {"phi4_mini_json", "muse_glimmer"}  # the latter of reasoning that is cut, where the prompt opens it
+STREAM_NOTHING = {"phi4_mini_json", "muse_glimmer", "muse", "musespark1x"}  # Muse: of reasoning that is cut
 TOOLS = sorted(ToolParserManager.lazy_parsers)
 REASONING = sorted(ReasoningParserManager.lazy_parsers)
 LONG_THOUGHT = "The user asks for the weather; so I need the city, and then I can answer at once."

@@ -111,7 +111,8 @@ def test_what_serves(
 
 @pytest.mark.skipif(ON_BOTH, reason="the front end is the same on both runners")
 def test_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With refuse, an untested version ends the start as well. Fails if it does not, or if another word is taken."""
+    """With refuse, an untested version ends the start as well, but VLLM_SPECPLUGINS_DISABLE=1 does not. Fails if the
+    choice is not asked there, or is here, or if another word is taken."""
     versions = ["0.31.2", "0.32.0+cpu", "0.33.1", "0.34.0rc1", "dev", None, "0.34.0"]
     monkeypatch.setattr(compat, "vllm_version", lambda: versions[0])
     untested = []
@@ -125,6 +126,7 @@ def test_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"was tested with vLLM .*, not 0\.34\.0; .*, because VLLM_SPECPLUGINS_ON_ERROR "
     ):
         plugin._engine_config(lambda *_: None, arguments(LOOKUP))
+    assert plugin._without_ours(lambda self: self.speculative_config, arguments(CASCADE)), "DISABLE serves all the same"
     monkeypatch.setenv("VLLM_SPECPLUGINS_ON_ERROR", "stop")
     with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_ON_ERROR must be serve or refuse, not 'stop'"):
         fallback.refuses()
