@@ -35,22 +35,29 @@ class CountsEmitted(Switched, MakesRoom):
         lengths = news_of(scheduler_output).verifies, facts_of(model_runner_output).num_verified
         self._watch.add(scheduler_output, model_runner_output, num_sampled, *lengths)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if sum(num_sampled) > self.count(outputs):
+            self._drop(outputs, model_runner_output.req_id_to_index, num_sampled)
+        sent = model_runner_output.ec_connector_output
+        if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
+            self._correct(sent.ec_connector_stats.data[REPORT])
+        rests = self.is_off and news_of(scheduler_output).is_off
+        if rests or not self.requests:
+            self._watch.pause()
+        if rests:
+            self.stand_aside()
+        return outputs
+
+    def count(self, outputs: Any) -> int:
+        """Counts the request steps of a step, and returns the number of its tokens."""
         num_emitted = 0
         for engine_outputs in outputs.values():
             for core_output in engine_outputs.outputs:
                 if core_output.new_token_ids:
                     num_emitted += len(core_output.new_token_ids)
                     self._num_steps += core_output.prefill_stats is None
-        if sum(num_sampled) > num_emitted:
-            self._drop(outputs, model_runner_output.req_id_to_index, num_sampled)
         if self._num_steps != self._emitted.num_steps:
-            self._emitted = self._emitted._replace(num_steps=self._num_steps)
-        sent = model_runner_output.ec_connector_output
-        if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
-            self._correct(sent.ec_connector_stats.data[REPORT])
-        if not self.requests:
-            self._watch.pause()
-        return outputs
+            self._emitted = Emitted(self._num_steps, self._emitted.dropped)
+        return num_emitted
 
     def _drop(self, outputs: Any, rows: dict[str, int], num_sampled: list[int]) -> None:
         all_outputs = (core_output for engine_outputs in outputs.values() for core_output in engine_outputs.outputs)
@@ -89,9 +96,12 @@ class CountsEmitted(Switched, MakesRoom):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
-        self._sent = self._emitted
         news = news_of(scheduler_output)
-        news.emitted, news.sums = self._sent, self._watch.taken()
+        news.emitted, news.sums = self.totals_to_send(), self._watch.taken()
+
+    def totals_to_send(self) -> Emitted:
+        self._sent = self._emitted
+        return self._sent
 
     def has_finished_requests(self) -> bool:
         """Returns True also until the worker has received the last totals, which takes an empty step with asynchronous

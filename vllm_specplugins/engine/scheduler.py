@@ -57,7 +57,7 @@ class _Choosing(LimitsMasks, CountsEmitted):
         if self._lengths is not None:
             self._lengths.tell(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._lengths is not None and not self.requests:
+        if self._lengths is not None and (self.is_off or not self.requests):
             self._lengths.pause()
         return outputs
 

@@ -1,10 +1,12 @@
 """Switches drafting of a running engine: `collective_rpc("specplugins_gate", ("none",))` ends drafting on every rank
 from the next step on, and ("auto",) resumes it. vLLM's engine passes the call to its workers, and the plugin passes
 their answers to the scheduler, which tells the workers in each step. The engine makes the same call at its start, and a
-worker that cannot draft answers "none"."""
+worker that cannot draft answers "none". While drafting is off, a step runs vLLM's code, and the plugin counts requests
+alone."""
 
 import logging
 from collections import defaultdict
+from functools import cache
 from typing import Any
 
 from vllm_specplugins.engine.hooks import wrap
@@ -59,6 +61,7 @@ class Switched:
     requests: dict[str, Any]
     dynamic_sd_lookup: Any  # vLLM's table of draft lengths, by the number of requests
     is_off = False
+    _own_class: Any = None  # while `aside` has replaced it
     _other_lookup: Any = _NO_DRAFTS  # the table that is not in use
 
     def switch(self, is_off: bool) -> None:
@@ -66,6 +69,8 @@ class Switched:
         if is_off is self.is_off:
             return
         self.is_off = is_off
+        if self._own_class is not None:
+            self.__class__, self._own_class = self._own_class, None
         self._other_lookup, self.dynamic_sd_lookup = self.dynamic_sd_lookup, self._other_lookup
         self._forget_drafts()
         logger.warning("specplugins_gate switched drafting %s.", "off" if is_off else "on")
@@ -82,3 +87,33 @@ class Switched:
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         news_of(scheduler_output).is_off = self.is_off
+
+    def stand_aside(self) -> None:
+        """Leaves the next steps to vLLM's methods. Called once the first step without drafting is over: all steps that
+        drafted are over then."""
+        self._own_class = type(self)
+        self.__class__ = aside(self._own_class)
+
+
+@cache
+def aside(kind: Any) -> Any:
+    """A kind of scheduler of ours with vLLM's methods for each step, and our counts. No request has a draft, and none
+    arrives."""
+    theirs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("vllm."))
+
+    def update_from_output(self: Any, *step: Any) -> Any:
+        outputs = theirs.update_from_output(self, *step)
+        self.count(outputs)
+        return outputs
+
+    def after_schedule(self: Any, scheduler_output: Any) -> None:
+        theirs._update_after_schedule(self, scheduler_output)
+        news = news_of(scheduler_output)
+        news.is_off, news.emitted = True, self.totals_to_send()
+
+    def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None: ...
+
+    methods = {"update_from_output": update_from_output, "_update_after_schedule": after_schedule}
+    methods |= {name: getattr(theirs, name) for name in ("schedule", "update_draft_token_ids_in_output")}
+    methods["update_draft_token_ids"] = update_draft_token_ids
+    return type(kind.__name__, (kind,), methods)

@@ -51,6 +51,7 @@ class _WithProposer:
     use_v2_model_runner: bool
     model_runner: Any
     speculative_config: Any
+    _is_aside = False  # whether this step is vLLM's alone
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
@@ -106,7 +107,10 @@ class _WithProposer:
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self._is_aside = self._may_stand_aside(scheduler_output)
         try:
+            if self._is_aside:
+                return super().execute_model(scheduler_output)  # type: ignore[misc]
             return self._execute_model(scheduler_output)
         except Exception as error:
             _end_other_rank(error)
@@ -114,10 +118,18 @@ class _WithProposer:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         try:
+            if self._is_aside and not self._reporter.is_due():
+                return super().sample_tokens(grammar_output)  # type: ignore[misc]
             return self._sample_tokens(grammar_output)
         except Exception as error:
             _end_other_rank(error)
             raise
+
+    def _may_stand_aside(self, scheduler_output: Any) -> bool:
+        """Whether a step has nothing for us, as drafting is off and was off."""
+        news = news_of(scheduler_output)
+        is_known = news.is_off and self._reporter.is_off and news.sums is None
+        return is_known and not scheduler_output.finished_req_ids and scheduler_output.total_num_scheduled_tokens > 0
 
     def _execute_model(self, scheduler_output: Any) -> Any:
         news = news_of(scheduler_output)

@@ -80,6 +80,9 @@ class Reporter:
         self._report(self._session.totals())
         self._shown, self._noted_ms = {}, self._session.barrier.counters.propose_ms
 
+    def is_due(self) -> bool:
+        return self._clock() >= self._not_before
+
     def attach(self, output: Any, is_last: bool = False) -> Any:
         """Adds a report to a step's output if one is due. A failure here affects no request. All steps may share
         `output`, or it may contain an output that arrives later. With `is_last`, no step may follow for a while."""

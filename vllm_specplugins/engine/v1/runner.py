@@ -166,12 +166,15 @@ class _Adapter:
         """Returns one list of draft token ids per request, in the runner's order. A request in the middle of its prompt
         gets no draft. Methods that read tokens also skip requests with prompt embeddings, since V1 leaves old token ids
         in their rows."""
-        input_batch = self._runner.input_batch
+        input_batch, is_off = self._runner.input_batch, news_of(scheduler_output).is_off
+        if is_off and not scheduler_output.scheduled_spec_decode_tokens:
+            self._drafted_at = time.perf_counter()
+            return [[] for _ in sampled_token_ids]
         unread = input_batch.req_prompt_embeds if self._reads_history else ()
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
         request_ids = [input_batch.req_ids[row] for row in rows]
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
-        if news_of(scheduler_output).is_off:
+        if is_off:  # and the last drafts have an outcome
             self._session.count(self._feedback(request_ids, num_accepted, scheduler_output))
             self._drafted_at = time.perf_counter()
             return [[] for _ in sampled_token_ids]

@@ -71,6 +71,9 @@ class Verifier:
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         input_batch = self._runner.input_batch
         metadata = input_batch.sampling_metadata
+        has_drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        if metadata.all_greedy and not has_drafts and metadata.thinking_budget_state_holder is None:
+            return self._runner.sampler(logits=logits, sampling_metadata=metadata)  # no number is random
         if spec_decode_metadata is None:
             drafts: tuple[list[int], list[int]] = [0] * input_batch.num_reqs, []
         else:

@@ -73,21 +73,28 @@ def attach(runner: Any, session: Session) -> None:
             session.is_warming_up,
         )
         requests = [Request(new, slots[new.req_id], *limits) for new in scheduler_output.scheduled_new_reqs]
-        if requests:
-            speculator.add(requests)
-            for watcher in speculator.watchers:
-                watcher.add(requests)
+        speculator.add(requests)
+        for watcher in speculator.watchers:
+            watcher.add(requests)
+
+    numpy, add_theirs, finish_theirs = _Numpy(), runner.add_requests, runner.finish_requests
+
+    def add_requests(scheduler_output: Any) -> None:
+        _with_seeds_apart(numpy, add_theirs, scheduler_output)
+        if scheduler_output.scheduled_new_reqs:
+            add(scheduler_output)
         put_forced(runner, scheduler_output)
 
-    def finish(scheduler_output: Any) -> None:
+    def finish_requests(scheduler_output: Any) -> None:
+        finish_theirs(scheduler_output)
         speculator.num_off = speculator.num_off + 1 if news_of(scheduler_output).is_off else 0
-        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        speculator.remove(gone)
-        for watcher in speculator.watchers:
-            watcher.remove(gone)
+        if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+            gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+            speculator.remove(gone)
+            for watcher in speculator.watchers:
+                watcher.remove(gone)
 
-    wrap(runner, "add_requests", partial(_with_seeds_apart, _Numpy()))
-    runner.add_requests, runner.finish_requests = both(runner.add_requests, add), both(runner.finish_requests, finish)
+    runner.add_requests, runner.finish_requests = add_requests, finish_requests
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
     speculator.attach(runner)
@@ -146,8 +153,12 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
         for watcher in speculator.watchers:
             ends = step.input_batch.query_start_loc[1 : step.input_batch.num_reqs + 1]
             watcher.on_step(step.input_batch, step.hidden_states, ends - 1)
-        with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
+        theirs = runner.speculator, runner.num_speculative_steps
+        runner.speculator, runner.num_speculative_steps = None, 0
+        try:
             return _noted(speculator, sample(grammar_output))
+        finally:
+            runner.speculator, runner.num_speculative_steps = theirs
     output = _noted(speculator, sample(grammar_output))
     if hasattr(output, "model_runner_output"):
         session = speculator.session
