@@ -29,6 +29,8 @@ from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
 from vllm_specplugins.engine.verify import verifies
 
+_IN_FLIGHT = 4  # more steps than are scheduled ahead
+
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
@@ -60,7 +62,27 @@ def attach(runner: Any, session: Session) -> None:
         wrap(runner, "initialize_kv_cache", partial(_trimming_as, speculator.specplugins, speculator))
         speculator = speculator.specplugins
     speculator.session, session.tally = session, speculator.tally
+    config = runner.speculative_config.plugin_config
+    _follow_requests(runner, speculator, session)
+    runner.sample_tokens = partial(_sample_tokens, runner, speculator, runner.sample_tokens)
+    runner.draft_tokens_handler = speculator.report
+    speculator.attach(runner)
+    if runner.lora_config is not None:
+        map_all_logits(runner)
+    if speculator.runs_target:
+        learning.attach(runner, speculator)
+        # Compiled after the target, before graphs are recorded.
+        runner.profile_run = both(runner.profile_run, lambda *_, **__: speculator.first_layers.compile(config))
+    if verifies():
+        verify.attach(runner)
+    runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
+    runner.profile_run = both(lambda *_, **__: memory.tell_buffers(runner, speculator), runner.profile_run)
+
+
+def _follow_requests(runner: Any, speculator: Any, session: Session) -> None:
+    """Tells the speculator of each step's new and ended requests, and of the switch."""
     runner.observability_config = observability_config = copy.copy(runner.observability_config)
+    wants_graphs = observability_config.cudagraph_metrics
     observability_config.cudagraph_metrics = True  # of each step, for metrics/steps.py
     config = runner.speculative_config.plugin_config
 
@@ -80,14 +102,17 @@ def attach(runner: Any, session: Session) -> None:
     numpy, add_theirs, finish_theirs = _Numpy(), runner.add_requests, runner.finish_requests
 
     def add_requests(scheduler_output: Any) -> None:
-        _with_seeds_apart(numpy, add_theirs, scheduler_output)
         if scheduler_output.scheduled_new_reqs:
+            _with_seeds_apart(numpy, add_theirs, scheduler_output)
             add(scheduler_output)
+        else:
+            add_theirs(scheduler_output)
         put_forced(runner, scheduler_output)
 
     def finish_requests(scheduler_output: Any) -> None:
         finish_theirs(scheduler_output)
         speculator.num_off = speculator.num_off + 1 if news_of(scheduler_output).is_off else 0
+        observability_config.cudagraph_metrics = wants_graphs or not speculator.num_off
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
             speculator.remove(gone)
@@ -95,19 +120,6 @@ def attach(runner: Any, session: Session) -> None:
                 watcher.remove(gone)
 
     runner.add_requests, runner.finish_requests = add_requests, finish_requests
-    wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
-    runner.draft_tokens_handler = speculator.report
-    speculator.attach(runner)
-    if runner.lora_config is not None:
-        map_all_logits(runner)
-    if speculator.runs_target:
-        learning.attach(runner, speculator)
-        # Compiled after the target, before graphs are recorded.
-        runner.profile_run = both(runner.profile_run, lambda *_, **__: speculator.first_layers.compile(config))
-    if verifies():
-        verify.attach(runner)
-    runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
-    runner.profile_run = both(lambda *_, **__: memory.tell_buffers(runner, speculator), runner.profile_run)
 
 
 class _Numpy:
@@ -123,8 +135,6 @@ class _Numpy:
 
 
 def _with_seeds_apart(numpy: _Numpy, add: Any, scheduler_output: Any) -> None:
-    if not scheduler_output.scheduled_new_reqs:
-        return add(scheduler_output)
     with replaced(states, {"np": numpy}):
         add(scheduler_output)
 
@@ -145,8 +155,9 @@ def put_forced(runner: Any, scheduler_output: Any) -> None:
 
 def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: Any) -> Any:
     """Samples, without a speculator if neither this step nor the last one drafts."""
-    step, rests = runner.execute_model_state, False
-    if step is not None:
+    step = runner.execute_model_state
+    rests = step is not None and _is_aside(speculator, step.input_batch)
+    if step is not None and not rests:
         rests = speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule)
         speculator.note(step.input_batch, step.num_spec_tokens_to_schedule, rests)
     if rests:
@@ -165,6 +176,12 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
         num_verified = None if session.budget is None else session.budget.num_verified
         session.facts = StepFacts(speculator.report.num_draft(), num_verified)
     return output
+
+
+def _is_aside(speculator: Any, input_batch: Any) -> bool:
+    """Whether drafting has been off for so long that no step in flight drafted, and nothing reads the step."""
+    is_over = speculator.num_off > _IN_FLIGHT and not (input_batch.has_prefill or input_batch.num_draft_tokens)
+    return bool(is_over and not (speculator.reads_tokens or speculator.watchers))
 
 
 def _noted(speculator: Any, output: Any) -> Any:
