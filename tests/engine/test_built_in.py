@@ -112,8 +112,9 @@ class Offers:
             self.num_without += 1
             return self._propose(batch, feedback)
         self.num_steps += 1
-        chances = batch.offer.accept_probs if batch.offer.accept_probs is not None else [None] * batch.num_reqs
-        rows = zip(batch.token_ids, batch.offer.token_ids, chances, batch.max_num_draft, strict=True)
+        offer = batch.offer.draft
+        chances = offer.confidence if offer.confidence is not None else [None] * batch.num_reqs
+        rows = zip(batch.token_ids, offer.token_ids, chances, batch.max_num_draft, strict=True)
         for history, tokens, sure, room in rows:
             if room and len(tokens):  # vLLM 0.33 asks for none where nobody can use them
                 key = tuple(history.tolist())
