@@ -44,7 +44,9 @@ class Base:
 class Worker(worker._WithProposer, Base):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self._session = SimpleNamespace(emitted=None, log=lambda: None, is_warming_up=False)  # type: ignore[assignment]
+        self._session = SimpleNamespace(  # type: ignore[assignment]
+            read=lambda news: None, log=lambda: None, is_warming_up=False
+        )
         forget = lambda request_ids: self.events.append("forgets")  # noqa: E731
         self._reporter = SimpleNamespace(forget=forget, steps=SimpleNamespace(add=lambda steps: None))  # type: ignore[assignment]
         self._reports = False
