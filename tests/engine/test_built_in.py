@@ -112,8 +112,9 @@ class Offers:
             self.num_without += 1
             return self._propose(batch, feedback)
         self.num_steps += 1
-        chances = batch.offer.accept_probs if batch.offer.accept_probs is not None else [None] * batch.num_reqs
-        rows = zip(batch.token_ids, batch.offer.token_ids, chances, batch.max_num_draft, strict=True)
+        offer = batch.offer.draft
+        chances = offer.confidence if offer.confidence is not None else [None] * batch.num_reqs
+        rows = zip(batch.token_ids, offer.token_ids, chances, batch.max_num_draft, strict=True)
         for history, tokens, sure, room in rows:
             if room and len(tokens):  # vLLM 0.33 asks for none where nobody can use them
                 key = tuple(history.tolist())
@@ -322,10 +323,10 @@ def test_a_fault_of_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         barrier.guard.begin_step()
         return drafter.draft(batch, none, [0], scheduled, [[2]], SimpleNamespace(max_seq_len=2), None)
 
-    assert offers().token_ids.tolist() == [[7, 7]]
+    assert offers().draft.token_ids.tolist() == [[7, 7]]
     with monkeypatch.context() as patch:
         patch.setattr(Gate, "offer_length", lambda *_: 1 / 0)
-        assert [offers().token_ids.shape for _ in range(MAX_FAULTS + 1)] == [(1, 0)] * (MAX_FAULTS + 1)
+        assert [offers().draft.token_ids.shape for _ in range(MAX_FAULTS + 1)] == [(1, 0)] * (MAX_FAULTS + 1)
     ours, theirs = barrier.totals(), barrier.totals().stages["1 draft_model"]
     assert (ours.faults, ours.switched_off) == ({RAISED: MAX_FAULTS}, True)
     assert (theirs.faults, theirs.switched_off) == ({}, False) and asked == [2, *[0] * (MAX_FAULTS + 1)]

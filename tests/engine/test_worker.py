@@ -10,7 +10,6 @@ from conftest import RUNNER
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine import worker
-from vllm_specplugins.engine.messages import StepNews
 from vllm_specplugins.engine.v1 import runner
 from vllm_specplugins.isolation import guard
 
@@ -27,9 +26,8 @@ class Base:
     def execute_model(self, scheduler_output: Any) -> None:
         self._happens("steps")
 
-    def sample_tokens(self, grammar_output: Any) -> str:
+    def sample_tokens(self, grammar_output: Any) -> None:
         self._happens("samples")
-        return "sampled"
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._happens("loads")
@@ -46,7 +44,9 @@ class Base:
 class Worker(worker._WithProposer, Base):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self._session = SimpleNamespace(read=lambda news: None, log=lambda: None, is_warming_up=False)  # type: ignore[assignment]
+        self._session = SimpleNamespace(  # type: ignore[assignment]
+            read=lambda news: None, log=lambda: None, is_warming_up=False
+        )
         forget = lambda request_ids: self.events.append("forgets")  # noqa: E731
         self._reporter = SimpleNamespace(forget=forget, steps=SimpleNamespace(add=lambda steps: None))  # type: ignore[assignment]
         self._reports = False
@@ -61,32 +61,6 @@ def test_rates_before_slots_are_reused() -> None:
     made = Worker()
     made.execute_model(STEP)
     assert made.events == ["forgets", "steps"]
-
-
-@pytest.mark.parametrize(
-    ("is_off", "was_off", "finished", "is_due", "ours"),
-    [
-        (True, True, set(), False, []),
-        (True, True, set(), True, ["logs", "notes"]),
-        (True, True, {"a"}, False, ["forgets", "logs", "notes"]),
-        (True, False, set(), False, ["logs", "notes"]),
-        (False, True, set(), False, ["logs", "notes"]),
-    ],
-)
-def test_a_step_while_drafting_is_off(
-    is_off: bool, was_off: bool, finished: set[str], is_due: bool, ours: list[str]
-) -> None:
-    """It is vLLM's alone, but for ended requests, and for metrics that are due. Kills: work of ours in each such step;
-    a switch that metrics never show; requests that are not forgotten."""
-    made, reporter = Worker(), {"is_off": was_off, "is_due": lambda: is_due}
-    made._session.log = lambda: made.events.append("logs")  # type: ignore[assignment]
-    reporter["note"] = lambda output: made.events.append("notes")
-    vars(made._reporter).update(reporter)
-    step = SimpleNamespace(total_num_scheduled_tokens=3, finished_req_ids=finished, specplugins=StepNews(is_off=is_off))
-    made.execute_model(step)
-    made.sample_tokens(None)
-    assert [event for event in made.events if event not in ("steps", "samples")] == ours
-    assert {"steps", "samples"} <= set(made.events) and made._reporter.is_off == is_off
 
 
 def test_a_learner_after_loading() -> None:
