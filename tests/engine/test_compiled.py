@@ -4,8 +4,6 @@ disk."""
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 from cases import mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, first_layers
+from forked import run
 from parts import write_head
 
 from vllm_specplugins.engine.target import compiled
@@ -111,13 +110,8 @@ def test_compiled(tmp_path: Path) -> None:
     }
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps([arguments, mixed_prompts(model, 8), NUM_TOKENS])],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path)},
-    )
+    asked = json.dumps([arguments, mixed_prompts(model, 8), NUM_TOKENS])
+    done = run([program, asked], {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path)})
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]
     cold, warm = json.loads(lines[0].removeprefix("RESULT "))

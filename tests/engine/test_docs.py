@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from conftest import ALL, DEMO_MODEL, RUNNER
 from doc_blocks import PAGES, ROOT, Folder, blocks, check, check_data
@@ -39,8 +40,7 @@ LOG = ["--methods", "prompt_lookup", "--max-concurrency", "1", "--rate", "0.9"] 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Callable[[str], str]]:
     """server(page): host and port of the server that the page's requests go to."""
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled, which takes minutes
+    with ExitStack() as stack:
         started: dict[str, str] = {}
 
         def address(page: str) -> str:
@@ -105,10 +105,10 @@ def run(words: list[str], folder: Path) -> None:
     if command not in RUN and not (ALL and command in LONG):
         return
     words = [DEMO_MODEL if word in (NAME, "MODEL") else word for word in words]
-    arguments = [sys.executable, "-m", "vllm_specplugins", *words, *LONG.get(command, [])]
+    arguments = ["-m", "vllm_specplugins", *words, *LONG.get(command, [])]
     arguments += LOG * ("--trace" in words)
-    environment = {**os.environ, "PYTHONPATH": str(folder), "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, env=environment)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = forked.run(arguments, environment, folder)
     assert done.returncode == 0, f"{words}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
 
 

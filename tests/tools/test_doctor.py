@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from command_lines import REFUSED as REFUSED_LINES
 from command_lines import SERVED
+from forked import run
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.harness.diagnosis import PROBLEM, _command_line, diagnose
@@ -25,10 +25,8 @@ EARLY = {"method": "early_exit", "exit_layer": 1}
 
 def doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """Returns exit code, report and stderr of the command in a separate process."""
-    command = [sys.executable, "-m", "vllm_specplugins", "doctor", "--json", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    )
+    command = ["-m", "vllm_specplugins", "doctor", "--json", *arguments]
+    done = run(command, {**os.environ, "HF_HUB_OFFLINE": "1", **environment})
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
