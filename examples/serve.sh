@@ -74,7 +74,7 @@ def count(name):
 tokens = count("generation_tokens_total")
 drafted, accepted = (count(f"spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
 steps = tokens - accepted # each accepted token saves one
-print(f"{tokens:.0f} tokens in {steps:.0f} steps: {tokens / steps:.1f} tokens a step,"
+print(f"{tokens:.0f} tokens in {steps:.0f} steps: {tokens / steps:.1f} tokens per step,"
       f" {100 * accepted / max(drafted, 1):.0f} % of drafts accepted")
 '
 echo "Some of the server's counters (docs/operating.md describes them, examples/grafana.json shows them):"

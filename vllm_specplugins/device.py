@@ -78,7 +78,7 @@ class DeviceProposer(Proposer):
         return
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops requests that ended. A method that overrides it must call it."""
+        """Drops requests that ended. A subclass that overrides this method must call it."""
         for request_id in request_ids:
             self._slots.pop(request_id, None)
 

@@ -45,7 +45,7 @@ def check_trees(vllm_config: VllmConfig) -> None:
     if not vllm_config.speculative_config.plugin_config.longest_chain:
         return
     if not verifies():
-        raise ConfigError("VLLM_SPECPLUGINS_VERIFICATION must be plugin where drafts branch, not vllm.")
+        raise ConfigError("VLLM_SPECPLUGINS_VERIFICATION must be plugin with trees, not vllm.")
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     config, text = vllm_config.speculative_config.plugin_config, model.hf_text_config
     method, word = config.method, _word(config)

@@ -1,5 +1,5 @@
-"""Contains parts of verification for both runners: who verifies, the random numbers of drafts, and the edits of logits
-after a draft."""
+"""Contains parts of verification for both runners: which package verifies, the random numbers of drafts, and the edits
+of logits after a draft."""
 
 import os
 
@@ -21,7 +21,7 @@ def verifies() -> bool:
 
 
 def check_verifier(config: SpecConfig) -> None:
-    """Raises ConfigError if vLLM shall verify drafts whose q it may not get."""
+    """Raises ConfigError for an invalid variable, and if vLLM is to verify "probabilistic" drafts."""
     if (verifier := os.environ.get(_VERIFIER) or "plugin") not in ("plugin", "vllm"):
         raise ConfigError(f"{_VERIFIER} must be plugin or vllm, not {verifier!r}.")
     if verifier == "vllm" and "probabilistic" in sample_methods(config):

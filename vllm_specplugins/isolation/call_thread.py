@@ -46,7 +46,7 @@ class CallThread:
     def start(self, function: Callable[[], Any]) -> None:
         """Starts a function, without separate random number generators."""
         assert not self.is_busy
-        if not self._thread.is_alive():  # a timer of the proposer raised an exception in it behind a call's end
+        if not self._thread.is_alive():  # a timer of the proposer raised an exception in it after a call's end
             self._begin()
         self._answers = SimpleQueue()
         self._jobs.put((function, self._answers))

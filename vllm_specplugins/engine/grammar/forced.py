@@ -163,7 +163,7 @@ class _Cursor:
     int32."""
 
     def __init__(self, grammar: Any, bitmask: Any):
-        if type(grammar) is GuidanceGrammar:  # llguidance's errors, as of an endless text, are for good
+        if type(grammar) is GuidanceGrammar:  # errors of llguidance, as for an endless text, are final
             grammar = replace(grammar, ll_matcher=grammar.ll_matcher.deep_copy(), printed_error=True)
         self.grammar, self.num_read, self._bitmask = grammar, 0, bitmask
 
