@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, cascade
-from conftest import INTERPRETED, spec_metrics
+from conftest import spec_metrics
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.long
 PROMPTS = slice(20, 30)
 SCARCE = {
-    "max_model_len": 256 if INTERPRETED else 512,
-    "num_gpu_blocks_override": 10 if INTERPRETED else 18,
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 10,
     "max_num_batched_tokens": 48,
     "enable_prefix_caching": True,
 }
