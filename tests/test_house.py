@@ -281,12 +281,12 @@ def test_forms_of_a_draft() -> None:
 
 def test_controllers() -> None:
     """Fails if another class chooses the lengths of drafts. The goal is 1."""
-    assert len(controllers()) <= 4
+    assert len(controllers()) <= 3
 
 
 def test_constants_of_the_brain() -> None:
     """Fails if the choice of lengths needs one number more. The goal is 20."""
-    assert constants_of_the_brain() <= 162
+    assert constants_of_the_brain() <= 102
 
 
 def test_attributes_on_messages() -> None:

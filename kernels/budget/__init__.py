@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from ..implementations import module_of
 
+_TILES = 32, 256  # rows of a batch; larger ones are held whole
+
 
 class Layout(NamedTuple):
     """Two output arrays, [S + 1] int32 each, with the index at which each row's tokens begin. `cu_num_logits` counts
@@ -42,3 +44,12 @@ def share_budget(
     """
     module = module_of(__name__, accept_probs, implementation)
     module.share_budget(layout, accept_probs, slots, num_tokens, budget, num_bonus)
+
+
+def tiles(num_slots: int) -> list[int]:
+    """Returns the numbers of rows for which the kernel is compiled.
+
+    >>> tiles(1), tiles(100)
+    ([2], [32, 128])
+    """
+    return [*(rows for rows in _TILES if rows < num_slots), 1 << max(1, (num_slots - 1).bit_length())]

@@ -5,11 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import Layout
+from . import Layout, tiles
 
 _LARGEST = tl.constexpr(0x3F800000)  # the bits of 1.0; bits of floats from 0 on are in the floats' order
 _TOKENS_A_WARP = 512  # 16 registers of a thread
-_TILES = 32, 256  # rows of a batch; larger ones are held whole
 
 
 @triton.jit(
@@ -61,15 +60,6 @@ def _share_kernel(
     for first in range(ROWS, num_slots, ROWS):
         tl.store(layout.cu_num_logits + 1 + first + rows, tl.sum(logits, axis=0), mask=first + rows < num_slots)
         tl.store(layout.query_start_loc + 1 + first + rows, tl.sum(tokens, axis=0), mask=first + rows < num_slots)
-
-
-def tiles(num_slots: int) -> list[int]:
-    """Returns the numbers of rows for which the kernel is compiled.
-
-    >>> tiles(1), tiles(100)
-    ([2], [32, 128])
-    """
-    return [*(rows for rows in _TILES if rows < num_slots), max(2, triton.next_power_of_2(num_slots))]
 
 
 def share_budget(

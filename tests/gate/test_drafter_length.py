@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from vllm_specplugins.gate.drafter_length import CONTINUED, DrafterLength
+from vllm_specplugins.gate.budget import StepBudget
+from vllm_specplugins.gate.drafter_length import CONTINUED
 from vllm_specplugins.gate.trials import EXPLORE_EVERY
 
 LENGTHS = range(1, 6)
@@ -11,11 +12,11 @@ LENGTHS = range(1, 6)
 
 def chosen(reports: list[tuple[float, float]], pass_ms: float, lengths: range | tuple[int, ...] = LENGTHS) -> int:
     """After many steps of one token per ms, as this rule counts them."""
-    rule, saved_ms = DrafterLength(), pass_ms * (len(lengths) - 1)
+    rule, saved_ms = StepBudget(1, 1), pass_ms * (len(lengths) - 1)
     for _ in range(200):
-        rule.choose(np.array([(0.0, 0.0)] * len(reports)), lengths[:1], len(reports), 0.0)
-    rule._quiet = 0  # those were no trials
-    return rule.choose(np.array(reports), lengths, len(reports), saved_ms)
+        rule.drafter_length(np.array([(0.0, 0.0)] * len(reports)), lengths[:1], len(reports), 0.0)
+    rule._trials.restart("passes")  # those were no trials
+    return rule.drafter_length(np.array(reports), lengths, len(reports), saved_ms)
 
 
 def best(reports: list[tuple[float, float]], pass_ms: float) -> int:
@@ -40,11 +41,11 @@ def test_by_hand(pass_ms: float) -> None:
 
 def test_trials() -> None:
     """Fails if a drafter that does not pay is never asked again, or too often."""
-    rule, copies = DrafterLength(), np.array([(20.0, 0.5)])
-    lengths = [rule.choose(copies, LENGTHS, 10.0, 0.4) for _ in range(100)]
+    rule, copies = StepBudget(1, 1), np.array([(20.0, 0.5)])
+    lengths = [rule.drafter_length(copies, LENGTHS, 10.0, 0.4) for _ in range(100)]
     assert set(lengths) == {1, 5} and 100 // (EXPLORE_EVERY + 2) <= lengths.count(5) <= 100 // EXPLORE_EVERY
-    rule = DrafterLength()
-    assert [rule.choose(copies, LENGTHS, 10.0, 4.0) for _ in range(40)] == [1] * 40
+    rule = StepBudget(1, 1)
+    assert [rule.drafter_length(copies, LENGTHS, 10.0, 4.0) for _ in range(39)] == [1] * 39
 
 
 def test_a_block_drafts_all_or_nothing() -> None:

@@ -16,6 +16,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.messages import Emitted, Forced, StepFacts, StepNews
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.stage import stage_of
+from vllm_specplugins.structures.arrays import Floats
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -35,7 +36,7 @@ class Trims(Protocol):
     num_verified: int
 
     def costs(self) -> Mapping[str, float]: ...
-    def pass_ms(self, num_passes: int) -> tuple[float, float]: ...
+    def drafter_length(self, reports: Floats, lengths: Sequence[int], num_passes: int) -> int: ...
 
 
 class Settles(Protocol):

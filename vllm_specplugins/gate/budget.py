@@ -1,17 +1,22 @@
 """Chooses the number of draft tokens that a step verifies, if the device trims drafts: the number with the best rate of
-tokens per ms, from acceptance probabilities that are a step old and a table of step times. S: slots of requests, R:
-requests of a step, K: max draft tokens."""
+tokens per ms, from acceptance probabilities that are a step old and a table of step times. It also chooses how many
+tokens a drafter drafts in addition to a lookup. S: slots of requests, R: requests of a step, K: max draft tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_specplugins.gate.drafter_length import expected_gains, paying_length
+from vllm_specplugins.gate.trials import Trials
+from vllm_specplugins.gate.usual import SHARE
+from vllm_specplugins.kernels.acceptance import DECAY
 from vllm_specplugins.kernels.compiled import compiled
+from vllm_specplugins.structures.arrays import Floats
 
 FREE = 1.02  # drafts are free if a step with all of them takes at most this multiple of a step without drafts
-POOR_BESIDE = 0.5  # share of the mean gain, below which a draft is poor if there is a drafter
-DECAY = 0.8  # decay of a request's mean survival (per step after a poor draft) and of its mean gain (per step)
+# Share of the mean gain, below which a draft is poor if there is a drafter. With 0, cascades lose 1.5 % in a play.
+POOR_BESIDE = 0.5
 
 
 class Costs(NamedTuple):
@@ -37,12 +42,15 @@ class Prices(NamedTuple):
 
 
 class StepBudget:
-    """Chooses for consecutive steps, and stores by slot the gain of drafts that follow poor drafts."""
+    """Chooses for consecutive steps, and stores by slot the gain of drafts that follow poor drafts. A request's mean
+    survival decays by DECAY per step after a poor draft, and its mean gain per step."""
 
     def __init__(self, num_slots: int, max_num_draft: int, beside_drafter: bool = False):
         self._poor_share = POOR_BESIDE if beside_drafter else 0.0
         self.mean_survival, self.mean_gain = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots)
         self.was_poor = np.zeros(num_slots, bool)
+        self._tokens = self._ms = 0.0  # decayed means per step
+        self._trials = Trials()  # of the drafter
 
     def clear(self, slot: int) -> None:
         self.mean_survival[slot], self.mean_gain[slot], self.was_poor[slot] = 0.0, 0.0, False
@@ -64,6 +72,20 @@ class StepBudget:
         records = accept_probs, self.mean_survival, self.mean_gain, self.was_poor, self._poor_share
         batch = slots, np.array(num_drafts, np.int64), num_fixed, num_sampling
         return int(best_budget(*records, *batch, *costs, min(budget, limit)))
+
+    def drafter_length(self, reports: Floats, lengths: Sequence[int], step_ms: float, saved_ms: float) -> int:
+        """Returns the number of tokens that a drafter drafts for each request, one of these `lengths` (paying_length).
+
+        Args:
+            reports: [R, 2] (expected_gains).
+            step_ms: time of a step with the shortest length; the longest one takes `saved_ms` more.
+        """
+        gains, rate = expected_gains(reports, lengths), self._tokens / self._ms if self._ms else 0.0
+        best = paying_length(gains, rate, step_ms, saved_ms, self._trials, "passes")
+        more_ms = saved_ms * best / max(1, len(lengths) - 1)
+        self._tokens += SHARE * (len(reports) + gains[best] - self._tokens)
+        self._ms += SHARE * (step_ms + more_ms - self._ms)
+        return lengths[best]
 
 
 @compiled("i8(f4[:, :], f8[:, :], f8[:], b1[:], f8, i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")

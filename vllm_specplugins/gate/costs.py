@@ -19,50 +19,48 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.gate.step_times import MAX_OUTLIERS, OUTLIER_RATIO, never_less, size_of
+from vllm_specplugins.gate.step_times import never_less, place_of
+from vllm_specplugins.gate.usual import COUNT, FEW, MS, OUTLIER_RATIO, OUTLIERS, SHARE, add_ms, outliers_after
+from vllm_specplugins.kernels.acceptance import DECAY
 from vllm_specplugins.structures.arrays import Floats
 
+# A loss in a comment is that of another value in a play of whole-file edits.
 COST_DECAY = 0.95  # of the means, per step
 MARGIN = 1.05  # times its price a token must gain: estimates err, and the argmax picks those that err upwards
 SHARED_MARGIN = 1.5  # times its price without drafts, among several requests
 FIRST_SLOPE = 0.05  # cost of one more draft token in steps, before it is measured
-SHARED_SLOPE = 0.02  # the same for several requests: their steps take longer
+SHARED_SLOPE = 0.02  # the same for several requests: their steps take longer; 0.05 loses 3 % at 8 requests
 TOKEN_SHARE = 0.32  # largest first slope from 16 requests on, as a share of the time per request
 SLOPE_WEIGHT = 1.0  # w, in squared draft tokens of a request
-FEW_CALLS = 10  # number of calls after which the time of a call is a mean of many
 FEW_REQS = 4  # above it, w grows with the number of requests, below with its square
-FIRST_WEIGHT = 8.0  # largest weight of other numbers of requests for a new one, in steps
 LONGER = 1.35  # factor by which the longest draft may grow with each known step
-FREE_LONGER, SHARED_FREE_LONGER = 1.6, 4.0  # the same if drafting is free: for one request, for several
+FREE_LONGER = 1.6  # the same for one request if drafting is free
+SHARED_FREE_LONGER = 4.0  # the same for several requests; 2.0 loses 4 % at 8 requests
 COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
 SHORT_CONTEXT = 1024  # tokens of all requests below which the time of attention is negligible
-SLOPE_MEMORY = 64.0  # squared draft tokens of a request that the record keeps, about
-MIN_MEMORY = 0.8  # smallest share of the record that a step keeps, so one long draft does not erase it
-BEND_SHARE, BEND_WEIGHT = (
-    0.1,
-    8.0,
-)  # weight of a step in its bucket's time; weight of the line, in steps
+SLOPE_MEMORY = 64.0  # squared draft tokens of a request that the record keeps, about; a step keeps DECAY of it or more
+BEND_WEIGHT = 8.0  # weight of the line beside a bucket, in steps; without buckets, a CPU loses 5 %
 BEYOND_WEIGHT = 0.05  # of the line after the last bucket
 MAX_STEP_BLAME = 0.5  # share of a mean step: a larger deviation does not come from drafts
 
 
-@dataclass(slots=True)
 class UsualMs:
     """The usual time of a call, on which one slow call has little effect."""
 
-    is_warm: bool = False  # the first call warms up caches and compilers
-    num_calls: int = 0  # number of calls since the time is known
-    ms: float = 0.0
+    def __init__(self) -> None:
+        self._record = np.zeros(1 + OUTLIERS)
 
     def add(self, ms: float) -> None:
-        if not self.is_warm:
-            self.is_warm = True
-            return
-        usual_ms = self.ms if self.num_calls else ms
-        was_held_up = ms * OUTLIER_RATIO < usual_ms
-        self.num_calls = 1 if was_held_up else self.num_calls + 1
-        weight = max(1 / FEW_CALLS, 1 / self.num_calls)
-        self.ms = usual_ms + weight * (min(ms, OUTLIER_RATIO * usual_ms) - usual_ms)
+        add_ms(self._record, ms)
+
+    @property
+    def ms(self) -> float:
+        return float(self._record[MS])
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls, up to FEW."""
+        return int(self._record[COUNT])
 
 
 @dataclass(slots=True)
@@ -80,7 +78,7 @@ class StepCosts:
     covariation: float = 0.0  # with the time
     reqs_variation: float = 0.0  # the same of the number of requests
     reqs_covariation: float = 0.0
-    num_outliers: int = 0  # in a row, so far
+    num_outliers: float = 0.0  # in a row, so far
     # By bucket of the number of draft tokens: their mean, the mean time, and the number of steps.
     buckets: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
@@ -90,16 +88,16 @@ class StepCosts:
         off_ms, off_reqs = ms - self.mean_ms, num_reqs - self.mean_reqs
         off_draft = num_draft - num_reqs * self.mean_length
         expected_ms = self.mean_ms + self.slope_ms * max(0.0, off_draft)
-        self.num_outliers = self.num_outliers + 1 if self.weight and ms > OUTLIER_RATIO * expected_ms else 0
-        if 0 < self.num_outliers <= MAX_OUTLIERS:
+        self.num_outliers = outliers_after(self.num_outliers, ms, expected_ms) if self.weight else 0.0
+        if 0 < self.num_outliers <= FEW:
             return
         if self.num_outliers or ms * OUTLIER_RATIO < expected_ms:  # steps became slower, or were held up before
             self.weight = self.variation = self.covariation = self.reqs_variation = self.reqs_covariation = 0.0
-            self.num_outliers = 0
+            self.num_outliers = 0.0
             self.buckets.clear()
-        bucket = size_of(1 + num_draft)[1]
+        bucket = place_of(1 + num_draft)
         mean_draft, mean_ms, count = self.buckets.get(bucket, (0.0, 0.0, 0.0))
-        share = max(BEND_SHARE, 1 / (count + 1))
+        share = max(SHARE, 1 / (count + 1))
         mean_draft, mean_ms = mean_draft + share * (num_draft - mean_draft), mean_ms + share * (ms - mean_ms)
         self.buckets[bucket] = mean_draft, mean_ms, count + 1
         usual_ms, limit_ms = self.slope_ms * off_draft, MAX_STEP_BLAME * self.mean_ms
@@ -116,7 +114,7 @@ class StepCosts:
         self.reqs_covariation = COST_DECAY * self.reqs_covariation + (1 - share) * off_reqs * (off_ms - usual_ms)
         # Steps that verify the same number of tokens do not inform the slope, so they erase nothing of its record.
         square = (1 - share) * off_draft * off_draft
-        memory = max(MIN_MEMORY, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
+        memory = max(DECAY, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
         self.variation = memory * self.variation + square
         self.covariation = memory * self.covariation + (1 - share) * off_draft * drafts_ms
 
@@ -130,7 +128,6 @@ class StepCosts:
             self,
             num_reqs=num_reqs,
             buckets={},
-            weight=min(self.weight, FIRST_WEIGHT),
             mean_emitted=ratio * self.mean_emitted,
             variation=ratio**2 * self.variation,
             covariation=ratio**2 * self.covariation,

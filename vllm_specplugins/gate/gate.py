@@ -11,7 +11,7 @@ gets short ones. Of two stages, the one with the larger gain drafts. From time t
 does not expect to pay off. The caller measures all times. R: requests of a step, K: max draft tokens.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,19 @@ from numba import types
 
 from vllm_specplugins.gate.costs import LoadCosts, StepCosts, UsualMs
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
-from vllm_specplugins.gate.trials import EXPLORE_EVERY, GOOD_ACCEPTANCE, steps_between
+from vllm_specplugins.gate.drafter_length import paying_length
+from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
+from vllm_specplugins.gate.usual import FEW
 from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
 from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.arrays import Ints as IntArray
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
-MIN_CALLS = 3  # number of calls before which a stage's time may be an outlier, and does not limit trials
 EMPTY_ANSWERS = 8  # number of empty answers in a row after which the gate calls a stage on the host less often
 ASK_EVERY = 50  # fewest steps between two of these calls
 RUN_MARGIN = 1.5  # a stage may gain this multiple of its expected gain, since a lookup also continues its tokens
-CUTS, TRIALS, POLLS, SKIPS = range(4)  # kinds of trials; the gate counts the steps since the last one by stage
+CUTS, STARTS, POLLS, PASSES = range(4)  # kinds of trials of a stage
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Gate:
         self.counted_ms = self._costs.counted_ms
         self._sizes: set[int] = set()  # of batches so far
         self._stages = defaultdict[int, StageRecord](StageRecord)
-        self._quiet = Counter[tuple[int, int]]()  # steps since the last trial, by stage and kind
+        self._trials = Trials()  # by stage and kind
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         size = num_reqs.bit_length()
@@ -95,7 +96,7 @@ class Gate:
         keep = self._explored(keep, cut, costs, (stage, CUTS), drafts.stage[:, 0])
         rest = np.where(keep == 0, max_draft, np.maximum(0, limits - keep))
         ours = np.full(len(rows), stage)
-        return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, TRIALS), ours)
+        return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, STARTS), ours)
 
     def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
         """Returns the number of tokens of each draft that pay off, [R]."""
@@ -114,7 +115,7 @@ class Gate:
     ) -> tuple[IntArray, IntArray]:
         rate, prices = self._prices(costs, len(rows))
         draft_price = rate * self._stages[stage].token.ms
-        is_free = not any(record.token.is_warm for record in self._stages.values())
+        is_free = not any(record.token.num_calls for record in self._stages.values())
         tokens = rated(drafts), stage, np.ascontiguousarray(confidence), max_more, limits
         tracker = self._tracker
         costs_of = prices, draft_price, costs.max_length(is_free), tracker.continued(stage)
@@ -124,23 +125,18 @@ class Gate:
     def offer_length(
         self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, max_length: int, saved_ms: float
     ) -> int:
-        """Returns the number of tokens of a stage that runs for all requests at once, before its draft is known. It has
-        the largest difference between RUN_MARGIN times the expected gain over the given drafts and the number of tokens
-        that the engine emits in the time of the passes after the first one, `saved_ms` for all `max_length`. The stage
-        drafts all tokens while few of its tokens were tried, and after many steps without a draft, as EXPLORE_SHARE
-        allows. `max_more` [R] limits its tokens."""
+        """Returns the number of tokens of a stage that runs for all requests at once, before its draft is known
+        (paying_length). The gain of a length is RUN_MARGIN times its expected gain over the given drafts. The passes
+        after the first one take `saved_ms` for all `max_length`. The stage drafts all tokens while few of its tokens
+        were tried. `max_more` [R] limits its tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
             return max_length
         _, prices = self._prices(costs, len(rows))
         tokens = rated(drafts), stage, max_more, prices, self._tracker.continued(stage)
-        gains = _gains_by_length(rows, *tokens, self._tracker.state, max_length)
-        passes = np.arange(len(gains)) / (len(gains) - 1)
-        net = RUN_MARGIN * gains - costs.tokens_per_ms * saved_ms * passes
-        best, quiet = int(net.argmax()), self._quiet[stage, SKIPS] + 1
-        if quiet > max(EXPLORE_EVERY, steps_between(saved_ms, costs.step_ms)):
-            best = len(gains) - 1
-        self._quiet[stage, SKIPS] = 0 if best else quiet
+        gains = RUN_MARGIN * _gains_by_length(rows, *tokens, self._tracker.state, max_length)
+        times = costs.tokens_per_ms, costs.step_ms, saved_ms
+        best = paying_length(gains, *times, self._trials, (stage, PASSES))
         return max_length + 1 - len(gains) + best if best else 0
 
     def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
@@ -155,12 +151,13 @@ class Gate:
         record, costs = self._stages[stage], self._costs.of(num_reqs, self.num_context)
         num_useful = self._tracker.num_useful(stage) - record.num_tried
         num_empty = record.num_empty * (num_useful <= record.num_useful)
-        quiet = self._quiet[stage, POLLS] = self._quiet[stage, POLLS] + 1
-        wait = 0.0 if costs is None or num_empty < EMPTY_ANSWERS else steps_between(record.answer.ms, costs.step_ms)
-        if wait > 1 and quiet < max(wait, ASK_EVERY):  # a stage that takes less than that share is called in every step
+        if costs is None or num_empty < EMPTY_ANSWERS or record.answer.ms < EXPLORE_SHARE * costs.step_ms:
+            self._trials.restart((stage, POLLS))
+        elif quiet := self._trials.due((stage, POLLS), record.answer.ms, costs.step_ms, ASK_EVERY):
+            self._trials.add((stage, CUTS), quiet - 1)
+        else:
             return False
-        record.num_useful, record.num_empty, self._quiet[stage, POLLS] = num_useful, num_empty + 1, 0
-        self._quiet[stage, CUTS] += quiet - 1
+        record.num_useful, record.num_empty = num_useful, num_empty + 1
         return True
 
     def _explored(
@@ -172,13 +169,11 @@ class Gate:
         num_without = int(np.count_nonzero(is_without))
         if not num_without:
             return lengths
-        token = self._stages[trial[0]].token if trial[1] == TRIALS else UsualMs()
+        token = self._stages[trial[0]].token if trial[1] == STARTS else UsualMs()
         trial_ms = num_without * costs.slope_ms + token.ms
-        is_known = not 0 < token.num_calls < MIN_CALLS
-        quiet = self._quiet[trial] = self._quiet[trial] + 1
-        if quiet < max(EXPLORE_EVERY, is_known * steps_between(trial_ms, costs.step_ms)):
+        is_known = not 0 < token.num_calls < FEW
+        if not self._trials.due(trial, is_known * trial_ms, costs.step_ms):
             return lengths
-        self._quiet[trial] = 0
         for stage in stages[is_without].tolist():
             self._stages[stage].num_tried += 1
         return np.where(lengths > 0, lengths, np.minimum(1, limits))

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu import buffer_utils
 
 from vllm_specplugins.engine.verify import EDITED_ROWS
 from vllm_specplugins.gate.budget import Prices, StepBudget
-from vllm_specplugins.kernels.budget import Layout, share_budget
+from vllm_specplugins.kernels.budget import Layout, share_budget, tiles
 
 LOOKS_EVERY = 16  # steps between two reads of the contexts of batches of the same size
 
@@ -79,10 +79,10 @@ class Budget:
         if max_model_len:
             measure_prices(manager, max_model_len, partial(setattr, self, "_prices"))
         self._uploaded: dict[Any, torch.Tensor] = {}  # of uniform batches
-        for num_rows in (1, 33, 257):  # compiles each variant of the kernel
-            if num_rows <= num_slots:
-                slots = torch.zeros(num_rows, dtype=torch.int64, device=self._newest.device)
-                self._share(slots, 0, self._uniform_counts(num_rows, 0))
+        for tile in tiles(num_slots):  # compiles each variant of the kernel
+            num_rows = min(tile, num_slots)
+            slots = torch.zeros(num_rows, dtype=torch.int64, device=self._newest.device)
+            self._share(slots, 0, self._uniform_counts(num_rows, 0))
         for name in ("add_request", "get_num_tokens", "compact_batch", "reallocate_drafts"):
             setattr(manager, name, getattr(self, name))
         if accept_probs is not None:
@@ -133,11 +133,13 @@ class Budget:
         table_ms = (verify_ms[total] - verify_ms[num_fixed]) / max(1, total - num_fixed)
         return {"step": (step_ms + verify_ms[num_fixed]) / 1000, "draft_token": (token_ms + table_ms) / 1000}
 
-    def pass_ms(self, num_passes: int) -> tuple[float, float]:
-        """Returns the milliseconds of the newest step without drafting, and of each of these drafting passes."""
+    def drafter_length(self, reports: Any, lengths: Sequence[int], num_passes: int) -> int:
+        """Returns how many tokens a drafter drafts (StepBudget). Its longest draft takes `num_passes` passes."""
         (step_ms, token_ms, num_fixed, _), (_, verify_ms) = self._step, self._manager.cost_tables
         verifying_ms = float(verify_ms[num_fixed + self.num_verified]) + self.num_verified * token_ms
-        return step_ms - self._draft_ms + verifying_ms, self._draft_ms / num_passes
+        step_ms, pass_ms = step_ms - self._draft_ms + verifying_ms, self._draft_ms / num_passes
+        times = step_ms + pass_ms * lengths[0], pass_ms * (lengths[-1] - lengths[0])
+        return self._rule.drafter_length(reports, lengths, *times)
 
     def _read(self, num_tokens: Mapping[str, int], num_drafts: Sequence[int]) -> tuple[Any, Any, int]:
         slots, num_sampling = self._slots(num_tokens), len(num_tokens)

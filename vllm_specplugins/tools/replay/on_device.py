@@ -13,7 +13,7 @@ from vllm_specplugins.draft import Draft, Feedback, Int32Array
 from vllm_specplugins.gate.budget import Prices, StepBudget
 from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.gate.draft_tracker import DraftTracker
-from vllm_specplugins.gate.drafter_length import NEW_REPORT, DrafterLength
+from vllm_specplugins.gate.drafter_length import NEW_REPORT
 from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
 from vllm_specplugins.kernels.budget.host import share_budget
 from vllm_specplugins.structures.arrays import Ints, SlotTable
@@ -41,8 +41,7 @@ class DeviceLengths:
         self._tracker.make_room(num_slots)
         self._slots, self._is_known = SlotTable(), np.zeros(num_slots, bool)
         self._probs = np.ones((2, num_slots, max_num_draft), np.float32)  # of the newest drafts, and of those before
-        self._reports = np.zeros((2, num_slots, 2))  # reports of DrafterLength, likewise
-        self._drafter_length = DrafterLength()
+        self._reports = np.zeros((2, num_slots, 2))  # reports for expected_gains, likewise
         self._verify_ms = np.array([load.costs.step_ms(0, num) for num in range(num_slots * (max_num_draft + 1))])
         self._prices = Prices(load.costs.context_ms)
         self._length = self._verifies = 0  # draft tokens of each request: drafted by this step, and verified
@@ -94,7 +93,7 @@ class DeviceLengths:
         first_ms, all_ms = (drafter.step_ms(len(slots), length) for length in (1, drafter.num_draft))
         lengths = range(1, drafter.num_draft + 1)
         times = self._step_ms + first_ms, all_ms - first_ms
-        return min(self._drafter_length.choose(self._reports[1, slots], lengths, *times), self._length)
+        return min(self._budget.drafter_length(self._reports[1, slots], lengths, *times), self._length)
 
     def _add(self, slots: Ints) -> None:
         self._tracker.clear(slots)

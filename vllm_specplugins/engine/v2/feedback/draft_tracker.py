@@ -121,7 +121,7 @@ class DraftTracker:
             self._reports.host[:] = NEW_REPORT
 
     def reports(self, slots: np.ndarray) -> np.ndarray | None:
-        """Returns the reports for DrafterLength of these slots, [R, 2], one or two steps old; None if ranks might read
+        """Returns the reports for expected_gains of these slots, [R, 2], one or two steps old; None if ranks might read
         different ones."""
         return None if self._reports is None else self._reports.host[slots].astype(np.float64)
 

@@ -27,7 +27,6 @@ from vllm_specplugins.engine.v2.requests import DraftLimits, Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
-from vllm_specplugins.gate.drafter_length import DrafterLength
 from vllm_specplugins.gate.step_times import lengths_up_to
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage, put_logits
@@ -56,7 +55,6 @@ class DeviceSpeculator(Speculator):
         self.draft_token_confidence_probs, self.tally = self.outcomes.accept_probs, self.outcomes.tally
         if self._policy is not None and vllm_config.parallel_config.data_parallel_size == 1:
             self.outcomes.watch_worth()  # data-parallel engines run the experts of a drafter together
-        self._drafter_length = DrafterLength()
         self._wanted: Any = None  # kernels.steps.Wanted of the rows that were mapped last
         self._num_steps = 0  # number of steps that a model drafts
         self._step_counts: tuple[int, ...] = (0,)
@@ -159,9 +157,7 @@ class DeviceSpeculator(Speculator):
         if reports is None or len(lengths) < 2:
             return lengths[-1]
         if self.offers is not None and budget is not None:
-            step_ms, pass_ms = budget.pass_ms(self.limits.of_stages[MODEL])
-            saved_ms = pass_ms * (lengths[-1] - lengths[0])
-            return self._drafter_length.choose(reports, lengths, step_ms + pass_ms * lengths[0], saved_ms)
+            return budget.drafter_length(reports, lengths, self.limits.of_stages[MODEL])
         return lengths[0 if (reports[:, 0] >= self.limits.of_stages[MODEL]).all() else -1]
 
     def rests(self, input_batch: Any, length: int) -> bool:

@@ -1,0 +1,40 @@
+"""The usual time of a step or a call, on which an outlier has little effect. Delays only lengthen steps."""
+
+from typing import Any
+
+from vllm_specplugins.kernels.compiled import compiled
+
+OUTLIER_RATIO = 3.0  # a step that takes this multiple of its expected time is an outlier
+FEW = 3  # the first steps, and consecutive outliers, up to this number do not count as usual
+SHARE = 0.1  # weight of a step in a known time
+MS, COUNT, OUTLIERS = range(3)  # columns of a record: the time, the steps it is from up to FEW, and outliers in a row
+
+
+@compiled("f8(f8, f8, f8)")
+def outliers_after(outliers: float, ms: float, expected_ms: float) -> float:
+    """Returns the number of outliers in a row after a step. Up to FEW of them do not count; one more shows that steps
+    have become slower."""
+    return float(outliers + 1) if ms > OUTLIER_RATIO * expected_ms else 0.0
+
+
+@compiled("void(f8[::1], f8)")
+def add_ms(record: Any, ms: float) -> None:
+    """Adds a time to a record. Of the first few, the least counts.
+
+    >>> import numpy as np
+    >>> record, known = np.zeros(3), []
+    >>> for ms in (90.0, 30.0, 31.0, 500.0, 40.0):
+    ...     add_ms(record, ms)
+    ...     known.append(float(record[MS]))
+    >>> known
+    [90.0, 30.0, 30.0, 30.0, 31.0]
+    """
+    if record[COUNT] < FEW:
+        record[MS] = min(record[MS], ms) if record[COUNT] else ms
+        record[COUNT] += 1
+        return
+    record[OUTLIERS] = outliers_after(record[OUTLIERS], ms, record[MS])
+    if 0 < record[OUTLIERS] <= FEW:
+        return
+    record[MS] += (1.0 if record[OUTLIERS] else SHARE) * (ms - record[MS])
+    record[OUTLIERS] = 0
