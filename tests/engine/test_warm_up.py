@@ -125,6 +125,7 @@ def serve(runner: Any, speculator: Any, params: Any, num_reqs: int) -> None:
         step = SimpleNamespace(
             req_ids=[str(num_reqs)], idx_mapping_np=requests.numpy(), cu_num_logits=bounds, input_ids=ids,
             positions=pos, idx_mapping=requests, logits_indices=pos, seq_lens=bounds[:-1],
+            expanded_idx_mapping=expanded, expanded_local_pos=ids % width,
         )  # fmt: skip
         runner.rejection_sampler.plain(logits, step, num_draft)
     draft(runner, requests, speculator.draft_logits is None)
