@@ -74,8 +74,8 @@ class Gate:
         drafts: DraftArrays,
         stage: int,
         confidence: Floats,
-        max_more: IntArray,
-        max_draft: IntArray,
+        stage_limits: IntArray,
+        all_limits: IntArray,
         continues: bool,
     ) -> tuple[IntArray, IntArray]:
         """Returns, [R] each, the number of tokens of each draft to keep, and the number that another stage drafts after
@@ -84,19 +84,19 @@ class Gate:
 
         Args:
             confidence: [R, K], confidence in the stage's tokens: probabilities, or from 1 on the lengths of matches.
-            max_more, max_draft: [R], limits of the stage's tokens, and of all.
+            stage_limits, all_limits: [R], limits of the stage's tokens, and of all.
             continues: whether the stage can continue a draft; otherwise it only begins drafts.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None:
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        limits = max_draft if continues else np.zeros(len(rows), np.int64)
-        keep, more = self._best_split(costs, rows, drafts, stage, confidence, max_more, limits)
+        limits = all_limits if continues else np.zeros(len(rows), np.int64)
+        keep, more = self._best_split(costs, rows, drafts, stage, confidence, stage_limits, limits)
         cut = np.where(keep + more == 0, drafts.num_draft, 0)
         keep = self._explored(keep, cut, costs, (stage, CUTS), drafts.stage[:, 0])
-        rest = np.where(keep == 0, max_draft, np.maximum(0, limits - keep))
+        rest = np.where(keep == 0, all_limits, np.maximum(0, limits - keep))
         ours = np.full(len(rows), stage)
-        return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, STARTS), ours)
+        return keep, self._explored(more, np.minimum(stage_limits, rest), costs, (stage, STARTS), ours)
 
     def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
         """Returns the number of tokens of each draft that pay off, [R]."""
@@ -110,34 +110,34 @@ class Gate:
         drafts: DraftArrays,
         stage: int,
         confidence: Floats,
-        max_more: IntArray,
+        stage_limits: IntArray,
         limits: IntArray,
     ) -> tuple[IntArray, IntArray]:
         rate, prices = self._prices(costs, len(rows))
         draft_price = rate * self._stages[stage].token.ms
         is_free = not any(record.token.num_calls for record in self._stages.values())
-        tokens = rated(drafts), stage, np.ascontiguousarray(confidence), max_more, limits
+        tokens = rated(drafts), stage, np.ascontiguousarray(confidence), stage_limits, limits
         tracker = self._tracker
         costs_of = prices, draft_price, costs.max_length(is_free), tracker.continued(stage)
         keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
         return keep, more
 
     def offer_length(
-        self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, max_length: int, saved_ms: float
+        self, rows: IntArray, drafts: DraftArrays, stage: int, stage_limits: IntArray, longest: int, saved_ms: float
     ) -> int:
         """Returns the number of tokens of a stage that runs for all requests at once, before its draft is known
         (paying_length). The gain of a length is RUN_MARGIN times its expected gain over the given drafts. The passes
-        after the first one take `saved_ms` for all `max_length`. The stage drafts all tokens while few of its tokens
-        were tried. `max_more` [R] limits its tokens."""
+        after the first one take `saved_ms` for all `longest`. The stage drafts all tokens while few of its tokens
+        were tried. `stage_limits` [R] limits its tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
-            return max_length
+            return longest
         _, prices = self._prices(costs, len(rows))
-        tokens = rated(drafts), stage, max_more, prices, self._tracker.continued(stage)
-        gains = RUN_MARGIN * _gains_by_length(rows, *tokens, self._tracker.state, max_length)
+        tokens = rated(drafts), stage, stage_limits, prices, self._tracker.continued(stage)
+        gains = RUN_MARGIN * _gains_by_length(rows, *tokens, self._tracker.state, longest)
         times = costs.tokens_per_ms, costs.step_ms, saved_ms
         best = paying_length(gains, *times, self._trials, (stage, PASSES))
-        return max_length + 1 - len(gains) + best if best else 0
+        return longest + 1 - len(gains) + best if best else 0
 
     def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
         """Returns the break-even rate, and the price in tokens of the verification of each further draft token at this
@@ -189,7 +189,7 @@ def _gains(
     drafts: Any,
     stage: int,
     confidence: Any,  # [K]
-    max_more: int,
+    stage_limit: int,
     limit: int,
     prices: Any,
     continued: float,
@@ -211,10 +211,10 @@ def _gains(
     alone[0], after[0] = 0.0, gain
     for place in range(len(alone) - 1):
         alone[place + 1], after[place + 1] = alone[place], after[place]
-        if place < max_more:
+        if place < stage_limit:
             stage_survival *= accept_prob(state, row, stage, confidence[place])
             alone[place + 1] += max(0.0, stage_survival - prices[place])
-            if place + 1 == max_more < len(prices):
+            if place + 1 == stage_limit < len(prices):
                 alone[place + 1] += stage_survival * continued
             if place < limit - length:
                 after[place + 1] += max(0.0, survival * stage_survival - prices[length + place])
@@ -223,15 +223,15 @@ def _gains(
 
 @compiled(_Prices(Ints, DraftsType, types.int64, Ints, _Prices, types.float64, StateType, types.int64))
 def _gains_by_length(
-    rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, continued: float, state: Any, max_length: int
+    rows: Any, drafts: Any, stage: int, stage_limits: Any, prices: Any, continued: float, state: Any, longest: int
 ) -> Any:
     """Returns the tokens that a stage is expected to gain beyond the drafts, for all requests, before it drafts: 0 for
     no token, and then the gain of each length from 2 on, or from 1 if K is 1."""
-    first, (alone, after) = min(2, max_length), np.empty((2, len(prices) + 1))
-    confidence, gains = FIRST_CONFIDENCE + np.arange(len(prices)), np.zeros(max_length + 2 - first)
+    first, (alone, after) = min(2, longest), np.empty((2, len(prices) + 1))
+    confidence, gains = FIRST_CONFIDENCE + np.arange(len(prices)), np.zeros(longest + 2 - first)
     for index in range(len(rows)):
-        for length in range(first, max_length + 1):
-            limit = min(length, max_more[index])
+        for length in range(first, longest + 1):
+            limit = min(length, stage_limits[index])
             _gains(rows[index], index, drafts, stage, confidence, limit, 0, prices, continued, state, alone, after)
             gains[length + 1 - first] += max(0.0, alone[-1] - after[0])
     return gains
@@ -248,11 +248,11 @@ def _split(
     drafts: Any,
     stage: int,
     confidence: Any,  # [R, K], of the stage
-    max_more: Any,  # [R]
+    stage_limits: Any,  # [R]
     limits: Any,  # [R], length up to which the stage may continue drafts, 0 if it only begins drafts
     prices: Any,  # [K], price of verifying each token, in tokens
     draft_price: float,  # price of drafting one more token of the stage for all
-    max_length: int,
+    longest: int,
     continued: float,  # mean accepted lookup tokens after a wholly accepted draft of the stage
     state: Any,
     whole: Any,
@@ -262,12 +262,12 @@ def _split(
     alone, after, gains = np.empty((num_reqs, K + 1)), np.empty((num_reqs, K + 1)), np.zeros(K + 1)
     for index in range(num_reqs):
         lengths[index] = _gains(
-            rows[index], index, drafts, stage, confidence[index], max_more[index], limits[index], prices, continued,
+            rows[index], index, drafts, stage, confidence[index], stage_limits[index], limits[index], prices, continued,
             state, alone[index], after[index],
         )  # fmt: skip
         gains += np.maximum(alone[index], after[index])
     depth = 0
-    for other in range(1, min(max_length, K) + 1):
+    for other in range(1, min(longest, K) + 1):
         if gains[other] - other * draft_price > gains[depth] - depth * draft_price:
             depth = other
     num_following = 0
@@ -276,14 +276,14 @@ def _split(
         gained = alone[index] if is_alone else after[index]
         while more[index] < depth and gained[more[index] + 1] > gained[more[index]]:
             more[index] += 1
-        keep[index] = 0 if is_alone else min(lengths[index], max_length)
+        keep[index] = 0 if is_alone else min(lengths[index], longest)
         # A wholly accepted draft is followed by a draft twice as long, against any record, since text changes.
         if keep[index] + more[index] == 0:
             if prices[0] < GOOD_ACCEPTANCE:
                 keep[index] = min(2 * int(whole[row, drafts.stage[index, 0]]), drafts.num_draft[index])
-            num_following += keep[index] == 0 and whole[row, stage] > 0 and max_more[index] > 0
+            num_following += keep[index] == 0 and whole[row, stage] > 0 and stage_limits[index] > 0
     if num_following * (GOOD_ACCEPTANCE - prices[0]) > draft_price:
         for index in range(num_reqs):
             if keep[index] + more[index] == 0:
-                more[index] = min(2 * int(whole[rows[index], stage]), max_more[index])
+                more[index] = min(2 * int(whole[rows[index], stage]), stage_limits[index])
     return keep, more

@@ -113,7 +113,7 @@ class FusedRejectionSampler(RejectionSampler):
             input_batch.logits_indices, input_batch.seq_lens, self.sampler.req_states.prefill_len.gpu,
         )  # fmt: skip
         operation = None
-        if max_num_draft:
+        if max_num_draft and self.verify_drafts is not None:
             operation = self.operation(input_batch.expanded_idx_mapping, input_batch.expanded_local_pos)
         sampled, num_sampled, num_rejected = sample_step(
             logits, layout, self._plain, max_num_draft, operation=operation
