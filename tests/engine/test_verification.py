@@ -287,17 +287,3 @@ def test_who_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SPECPLUGINS_VERIFICATION", "fused")
     with pytest.raises(ConfigError, match="must be plugin or vllm, not 'fused'"):
         check_verifier(drawn)
-
-
-@pytest.mark.skipif(RUNNER == "v1", reason="V2's samplers")
-def test_largest_logits_without_drafts(llm: Any, prompt: list[int], said: list[int], monkeypatch: Any) -> None:
-    """They are vLLM's to find, in less time of the host, while a step that draws a number has ours. Kills: our
-    operation in greedy steps without drafts; vLLM's noise for a seed."""
-    from vllm_specplugins.engine.v2.verification import verify
-
-    steps, sample = list[int](), verify.sample_step
-    monkeypatch.setattr(verify, "sample_step", lambda *step, **how: steps.append(1) or sample(*step, **how))
-    [greedy] = run(llm, prompt, [sampling_params("none", 0.0, said)])
-    assert list(greedy.token_ids) == said and not steps
-    run(llm, prompt, [sampling_params("none", temperature, said) for temperature in (0.0, 0.7)])
-    assert len(steps) >= NUM_TOKENS

@@ -56,22 +56,15 @@ def attach(runner: Any) -> None:
 
 class FusedSampler(Sampler):
     """vLLM's sampler for steps without drafts, with the same operation, so that a seed has the same effect in all
-    steps. Where each request of a plain step takes its largest logit, no number is random, and vLLM's own sampling
-    takes the host less time."""
+    steps."""
 
     rejection: "FusedRejectionSampler"
-    _is_greedy = False  # whether this step is one of these
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
-        self._is_greedy = self.rejection.is_greedy(input_batch)
-        if not self._is_greedy and (output := self.rejection.plain(logits, input_batch, 0)) is not None:
-            return output
-        return super().__call__(logits, input_batch)
+        return self.rejection.plain(logits, input_batch, 0) or super().__call__(logits, input_batch)
 
     def sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        sampled: tuple[torch.Tensor, torch.Tensor]
-        sampled = super().sample(*args, **kwargs) if self._is_greedy else self.rejection.sample(*args, **kwargs)
-        return sampled
+        return self.rejection.sample(*args, **kwargs)
 
 
 class FusedRejectionSampler(RejectionSampler):
@@ -88,7 +81,6 @@ class FusedRejectionSampler(RejectionSampler):
         self._is_ever_plain = not (sampler.compute_nans or sampler.trace_replay_state or sampler.return_sampling_mask)
         self._batch: tuple[int, list[str]] = 0, []  # the last batch for which `_plain` is known
         self._plain: Sampling | None = None  # its parameters, if it is plain
-        self._is_greedy = False  # whether it is plain, and its temperatures are 0
         sampler.__class__, sampler.rejection = FusedSampler, self  # others refer to this object, so its class changes
 
     def __call__(
@@ -105,7 +97,9 @@ class FusedRejectionSampler(RejectionSampler):
         return None if self.verify_drafts is None else partial(self.verify_drafts, slots, places)
 
     def plain(self, logits: torch.Tensor, input_batch: Any, max_num_draft: int) -> SamplerOutput | None:
-        self._look_at(input_batch)
+        batch = self.editor.num_added, input_batch.req_ids
+        if batch != self._batch:
+            self._batch, self._plain = batch, self._plain_sampling(input_batch.idx_mapping_np)
         if self._plain is None:
             return None
         layout = Layout(
@@ -122,18 +116,6 @@ class FusedRejectionSampler(RejectionSampler):
             sampled_token_ids=sampled, logprobs_tensors=None, num_nans=None, num_sampled=num_sampled,
             num_rejected=num_rejected, sampling_mask_tensors=None,
         )  # fmt: skip
-
-    def is_greedy(self, input_batch: Any) -> bool:
-        """Whether the step is plain, and each request takes its largest logit."""
-        self._look_at(input_batch)
-        return self._is_greedy
-
-    def _look_at(self, input_batch: Any) -> None:
-        batch, requests = (self.editor.num_added, input_batch.req_ids), input_batch.idx_mapping_np
-        if batch != self._batch:
-            self._batch, self._plain = batch, self._plain_sampling(requests)
-            temperature = self.sampler.sampling_states.temperature.np[requests]
-            self._is_greedy = self._plain is not None and not temperature.any()
 
     def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
         """Returns the parameters of a plain step, which depend only on the requests; None for other steps."""
