@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +112,8 @@ def test_who_copies_needs_no_drafter(engine: Any, device: Device, method: str) -
     assert again[:40] == answer
     assert all((step.runs == least) if step.spared else (step.runs > least) for step in steps), steps
     lost = [step.spared and not step.copies for step in steps]
-    assert sum(step.spared for step in steps) > 2 and 0 < sum(lost) <= 2 and not steps[-1].spared, steps
+    in_a_row = [len(list(run)) for is_lost, run in groupby(lost) if is_lost]  # a match is missed twice
+    assert sum(step.spared for step in steps) > 2 and 0 < max(in_a_row) <= 2 and not steps[-1].spared, steps
 
 
 class Step(NamedTuple):
