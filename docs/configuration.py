@@ -53,7 +53,7 @@ A custom proposer may define [more options](write-a-proposer.md#options-of-a-req
 text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts.
 
 OpenAI's `prediction` of a chat completion, `{"type": "content", "content": ...}` with a text or text parts, sets
-`reference`, unless `vllm_xargs` does. `usage` does not report its accepted tokens, but
+`reference`, unless `vllm_xargs` does. `usage` does not report the prediction's accepted tokens, but
 `--per-request-spec-decode-metrics summary` does.
 """
 ENVIRONMENT = """## Environment variables

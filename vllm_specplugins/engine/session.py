@@ -101,7 +101,7 @@ class Session:
         return "gate" if chose else "no draft"
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
-        """Counts the verification of a step, including requests for which only the scheduler drafts."""
+        """Counts the verified drafts of a step, including those that only the scheduler made."""
         self.barrier.counters.add(feedback)
         if self.forced is not None:
             self._count_forced(feedback, self.forced)

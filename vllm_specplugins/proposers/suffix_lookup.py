@@ -78,7 +78,7 @@ class SuffixLookup(Lookup):
                 file = StoreFile(path, mark, context.vocab_size, FILE_ROOMS * room)
                 saver = StoreSaver(file, config.save_every_s, room)
                 texts = saver.load(self.store.capacity)
-                logger.info("suffix_lookup: %d texts loaded from %s.", len(texts), path)
+                logger.info("suffix_lookup: the store loaded %d texts from %s.", len(texts), path)
             if config.shared is not None:
                 url, size = redis_url(config.shared), (context.vocab_size, self.store.capacity)
                 try:

@@ -67,7 +67,7 @@ def _cuts(config: SpecConfig) -> set[Cut]:
 
 class FirstLayers:
     """Runs a decoder body's forward method with other `layers`, `start_layer` or `end_layer`: vLLM's bodies loop over
-    `layers[start_layer:end_layer]`. A shallow copy shares all weights and the attention layers with their KV pages. The
+    `layers[start_layer:end_layer]`. A shallow copy of the body shares its weights, attention layers and KV pages. The
     embedding scale, norms and residuals of the model stay unchanged."""
 
     def __init__(self, target: nn.Module, config: SpecConfig):

@@ -1,5 +1,5 @@
-"""Remote: a model behind another server drafts ahead of verification, and no step waits for it. Each request of the
-engine has at most one open request to the server, which continues the history and the guess of earlier answers. A late
+"""Remote: a model behind another server drafts ahead of verification, and no step waits for it. A request of
+the engine has at most one open question, which asks the server to continue its history and the earlier guess. A late
 answer is compared with the tokens emitted since, and its rest becomes the draft."""
 
 from collections import deque

@@ -129,7 +129,7 @@ def show(trained: Trained) -> None:
     lengths = [
         [name, *(f"{length:.2f}" for length in (its.length, *its.sampled_lengths.values()))] for name, its in states
     ]
-    say("Share of correct draft tokens after correct ones, %")
+    say("Share of draft tokens that are correct if all earlier ones are, %")
     show_table([str(place) for place in range(1, len(right[0]))], {"": right}, "draft token")
     say("Tokens per step: an engine's mean acceptance length")
     show_table(["T 0", *(f"T 1, {method}" for method in trained.after.sampled_lengths)], {"": lengths})
