@@ -10,7 +10,7 @@ The caller measures all times. R: requests, L: lengths.
 """
 
 from collections.abc import Sequence
-from math import inf, log, log2
+from math import ceil, inf, log, log2
 from typing import Any
 
 import numpy as np
@@ -44,12 +44,13 @@ def lengths_up_to(max_num_draft: int, longest_chain: int = 0) -> tuple[int, ...]
 
 @compiled(types.int64(types.int64))
 def place_of(num_reqs: int) -> int:
-    """Returns the place of a number of requests among the powers of the square root of two.
+    """Returns the place of a number of requests among the powers of the square root of two, rounded up: of 256 running
+    requests a few read prompts, and the step of the others belongs to the same place.
 
     >>> [place_of(count) for count in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17)]
-    [0, 2, 3, 4, 4, 5, 5, 7, 8, 8]
+    [0, 2, 4, 4, 5, 6, 6, 8, 8, 9]
     """
-    return int(2 * log2(max(1, num_reqs)))
+    return int(ceil(2 * log2(max(1, num_reqs))))
 
 
 @inlined
