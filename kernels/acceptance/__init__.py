@@ -22,10 +22,10 @@ MAX_STEP_TOKENS = 8.0  # maximum tokens that one step adds to a shared bin
 PRIOR_WEIGHT = 8.0  # w, in tokens
 HOST_PRIOR_WEIGHT = 4.0  # w on the host, where the gate chooses for single requests; with 6, it stops too late
 # The longest match of each bin but the last one, in tokens. A drafter's probability p is in the bin of a match of n
-# tokens with 1 - p = 1 / n^2. A bin's first prior, n / (n + 2), has the weight of w tokens: a match of 2
-# tokens is accepted half of the time, and one of 32 tokens nearly always.
+# tokens with 1 - p = 1 / n^2. A bin's first prior has the weight of w tokens: a match of 2 tokens is
+# accepted half of the time, and one of 32 tokens nearly always.
 BIN_ENDS = *(part * 2.0**power for power in range(4) for part in (2, 3)), float(LONGEST_MATCH)
-FIRST_PRIORS = *(end / (end + 2) for end in BIN_ENDS), LONGEST_MATCH / (LONGEST_MATCH + 1)
+FIRST_PRIORS = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99  # with n / (n + 2), 256 good drafts lose 1 %
 NUM_BINS = len(FIRST_PRIORS)
 
 
@@ -109,11 +109,11 @@ def predict(
     >>> drafts = Drafts(torch.tensor([3]), torch.zeros(1, 4).long(), torch.tensor([[2, 3, 9, 10]]))
     >>> predict(state, slots, drafts, accept_probs)
     >>> accept_probs.tolist()
-    [[0.5, 0.6000000238418579, 0.8571428656578064, 0.0]]
+    [[0.5, 0.6000000238418579, 0.8999999761581421, 0.0]]
     >>> for _ in range(9):
     ...     predict(state, slots, drafts, accept_probs)
     ...     observe(state, slots, torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
-    >>> (accept_probs > torch.tensor([0.5, 0.6, 0.86, 0.0])).tolist()
+    >>> (accept_probs > torch.tensor([0.5, 0.6, 0.9, 0.0])).tolist()
     [[True, True, False, False]]
     """
     module_of(__name__, state.tried, implementation).predict(state, slots, drafts, accept_probs, keeps, tables)

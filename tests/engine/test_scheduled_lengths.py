@@ -211,6 +211,7 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
 def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> list[int]:
     """How many of so many tokens are planned for requests whose last drafts had so many, and that may have so many."""
     scheduler = PlannedScheduler.__new__(PlannedScheduler)
+    scheduler._cut = {}
     scheduler._emitted, scheduler._watch = Emitted(), SimpleNamespace(taken=lambda: None)
     scheduler._planned = {str(row): length for row, length in enumerate(found)}
     scheduler._has_options, scheduler._plans_whole, scheduler._lengths = False, False, None
