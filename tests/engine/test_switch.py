@@ -81,6 +81,18 @@ def test_counts_while_off() -> None:
     assert [report[key("steps")] for report in reports] == [0] + 9 * [1]
 
 
+def test_a_bound_method() -> None:
+    """`bench`, and a profiler, wrap a scheduler's method. Fails if steps run vLLM's code after drafting is on again."""
+    played = Played({**PROMPT_LOOKUP, "gate": "off"}, max_model_len=200, async_scheduling=False)
+    wrap(played.scheduler, "update_from_output", lambda update, *step: update(*step))
+    played.add("a", [0, 1, 2] * 5, 100)
+    for is_off in (False, True, False):
+        played.scheduler.switch(is_off)
+        for _ in range(3):
+            played.step()
+        assert is_off == type(played.scheduler).schedule.__module__.startswith("vllm.")
+
+
 class Core:
     """vLLM's engine as far as the switch knows it."""
 

@@ -91,8 +91,9 @@ class Switched:
     def stand_aside(self) -> None:
         """Leaves the next steps to vLLM's methods. Called once the first step without drafting is over: all steps that
         drafted are over then."""
-        self._own_class = type(self)
-        self.__class__ = aside(self._own_class)
+        if self._own_class is None:  # otherwise an outcome came by a method that was bound before
+            self._own_class = type(self)
+            self.__class__ = aside(self._own_class)
 
 
 @cache
