@@ -130,7 +130,7 @@ def copied(known: Any, prompt: list[int], output: list[int], most: int) -> tuple
         right.append(min(leading(tokens, output[place:]), int(rated.num_draft[place])))
         acceptance.predict(known, slot, own, torch.zeros(1, most))
         acceptance.observe(known, slot, torch.tensor([right[-1] + 1]), torch.tensor([right[-1] < OUTPUT - place]).int())
-    return found.token_ids, torch.stack(survival), right
+    return rated.token_ids, torch.stack(survival), right
 
 
 def tree(proposer: Any, target: Target, output: list[int], num_nodes: int, *other: torch.Tensor) -> dict[str, Accepted]:

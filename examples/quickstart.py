@@ -1,6 +1,6 @@
 """Measures what this plugin brings on this machine, in a few minutes: a real chat model and vLLM, engines in turns.
 
-    bash examples/quickstart.sh [--model MODEL] [--minutes 2.5] [--tokens 48] [--json FILE]
+    bash examples/quickstart.sh [--model MODEL] [--minutes 2.5] [--output-len 48] [--output-json FILE]
 
 Two engines serve the same prompts, one without speculation and one with prompt_lookup, until the difference is known to
 ten percent or the minutes are over. Then both answer by a JSON schema, and with parameters that vLLM refuses under its
@@ -65,9 +65,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", help="folder or name of a checkpoint (default: SmolLM2-135M-Instruct, from Q4_1)")
     parser.add_argument("--minutes", type=float, default=2.5, help="of measuring (default: 2.5)")
-    parser.add_argument("--tokens", type=int, default=48, help="length limit of an output (default: 48)")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.set_defaults(batch=[1], engine_args={}, dtype=None, rate=[], trace=None, load_format=None)
+    parser.add_argument("--output-len", type=int, default=48, help="length limit of an output (default: 48)")
+    parser.add_argument("--output-json", type=Path, help="where to write the figures")
+    parser.set_defaults(max_concurrency=[1], engine_args={}, dtype=None, rate=[], trace=None, load_format=None)
     return parser
 
 
@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
             extras = [line(*served) for served in asked_beside(engines, tokenizer, advance)]
     rows = [row for cell, turns_of in turns.items() for row in rows_of(cell, turns_of, not torch.cuda.is_available())]
     conditions = {
-        "model": args.model, "rounds": len(rows[0].ratio.rounds), "prompts": PROMPTS, "tokens": args.tokens,
+        "model": args.model, "rounds": len(rows[0].ratio.rounds), "prompts": PROMPTS, "tokens": args.output_len,
         "together": True, "arguments": arguments, "keeps": [], "short": [], "forced": False,
     }  # fmt: skip
     report = Report(rows, configs, machine, conditions)
@@ -124,8 +124,8 @@ def measure(
             cell = Cell(task.name, 1, 0.0)
             minutes = f"{(time.monotonic() - began) / 60:.1f} of about {args.minutes:g}"
             advance(f"measuring {task.name}, minute {minutes}, {speed}")
-            asked = {"prompts": prompts_of(task, index), "max_tokens": args.tokens, "salt": f"{cell}, round {index}"}
-            traffic = Traffic(**asked, temperature=0.0, at_a_time=1)
+            asked = {"prompts": prompts_of(task, index), "output_lengths": args.output_len}
+            traffic = Traffic(**asked, temperature=0.0, at_a_time=1, salt=f"{cell}, round {index}")
             order = names[index % len(names) :] + names[: index % len(names)]  # who goes first may matter
             for name, turn in serve_round({name: engines[name] for name in order}, traffic).items():
                 turns[cell][name].append(turn)
@@ -160,7 +160,7 @@ def asked_beside(engines: Mapping[str, Any], tokenizer: Any, advance: Callable[.
     for words, sampling in cases.items():
         advance(words)
         answered = serve_round(
-            engines, Traffic(prompts=[prompt], temperature=0.0, max_tokens=64, at_a_time=1, sampling=sampling)
+            engines, Traffic(prompts=[prompt], temperature=0.0, output_lengths=64, at_a_time=1, sampling=sampling)
         )
         yield words, *(answered[name] for name in (NONE, METHOD)), tokenizer
 

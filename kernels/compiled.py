@@ -1,6 +1,8 @@
 """Compiles loops for the CPU with Numba, and passes many arrays and texts to them."""
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +31,39 @@ class _Shipped(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  #
         """Does nothing, since the folder is read-only."""
 
 
+def _parts(function: Any, known: set[Any]) -> Iterator[Any]:
+    """Yields the constants and the code that a function's machine code contains from elsewhere."""
+    known.add(function)
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, int | float | str | tuple):
+            yield name, value
+        elif (inner := getattr(value, "py_func", None)) is not None and inner not in known:
+            yield inner.__code__.co_code, [x for x in inner.__code__.co_consts if isinstance(x, int | float | str)]
+            yield from _parts(inner, known)
+
+
+@contextmanager
+def _stamped(function: Any) -> Iterator[None]:
+    """Makes a change of these parts invalidate the cache: Numba's stamp knows only the function's own file."""
+    mixin, parts = caching._SourceFileBackedLocatorMixin, zlib.crc32(repr(list(_parts(function, set()))).encode())
+    original = mixin.get_source_stamp
+    mixin.get_source_stamp = lambda locator: (*original(locator), parts)
+    try:
+        yield
+    finally:
+        mixin.get_source_stamp = original
+
+
 def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Function]:
     """Compiles at import, so no request waits, and caches the machine code next to the module if possible. `nogil` lets
     other threads run meanwhile; callers must then ensure that no thread changes the arrays."""
 
     def decorate(function: Function) -> Function:
+        with _stamped(function):
+            return compiled_or_loaded(function)
+
+    def compiled_or_loaded(function: Function) -> Function:
         try:
             return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
         except RuntimeError:  # neither the package's folder nor the user's cache can be written

@@ -123,6 +123,17 @@ def test_when_a_report_is_due() -> None:
     assert shared.ec_connector_output is None
 
 
+def test_while_drafting_is_off() -> None:
+    """Fails if the steps, which the scheduler adds to a report, wait for another count until drafting is on again."""
+    reporter = Reporter(session_of_two(), "custom")
+    reporter.is_off = True
+    assert report_of(reporter.attach(output(), is_last=True))["drafting_off"] == 1.0
+    assert report_of(reporter.attach(output(), is_last=True)) == {}
+    reporter.is_off = False
+    assert report_of(reporter.attach(output(), is_last=True)) == {"drafting_off": 0.0}
+    assert reporter.attach(output(), is_last=True).ec_connector_output is None
+
+
 def test_a_report_that_is_shown_here() -> None:
     """Fails if a report goes to vLLM's front end, too, where the worker shows it."""
     shown: list[Any] = []

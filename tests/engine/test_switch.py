@@ -8,10 +8,13 @@ import pytest
 from cases import PROMPT_LOOKUP
 from conftest import RUNNER
 from played_scheduler import Played
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
+from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.engine import switch
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.messages import news_of
+from vllm_specplugins.engine.metrics.names import REPORT, key
 
 SCHEDULES = [False, True] if RUNNER == "v2" else [False]
 
@@ -47,6 +50,47 @@ def test_thrown_under_load(is_async: bool, gate: str) -> None:
     played.run()
     played.check()
     assert planned[True] == 0 < planned[False]
+
+
+def test_counts_while_off() -> None:
+    """Fails if the counts of the last steps that drafted wait until drafting is on again, or if a report that comes
+    meanwhile lacks the steps."""
+    played = Played({**PROMPT_LOOKUP, "gate": "off"}, max_model_len=200, async_scheduling=False)
+    steps, reports = list[Any](), list[dict[str, Any]]()
+    run = played._run
+
+    def scheduled() -> Any:
+        steps.append(type(played.scheduler).schedule(played.scheduler))
+        return steps[-1]
+
+    def reported(step: Any) -> Any:
+        output = run(step)
+        reports.append({})
+        output.ec_connector_output = ECConnectorOutput(ec_connector_stats=ECConnectorStats({REPORT: reports[-1]}))
+        return output
+
+    played.scheduler.schedule, played._run = scheduled, reported  # type: ignore[method-assign]
+    played.add("a", [0, 1, 2] * 5, 100)
+    for is_off in (False, True):
+        played.scheduler.switch(is_off)
+        for _ in range(5):
+            played.step()
+    told = [news_of(step) for step in steps]
+    assert [news.is_off for news in told] == 5 * [False] + 5 * [True]
+    assert [news.sums is not None for news in told] == 6 * [False] + [True] + 3 * [False]
+    assert [report[key("steps")] for report in reports] == [0] + 9 * [1]
+
+
+def test_a_bound_method() -> None:
+    """`bench`, and a profiler, wrap a scheduler's method. Fails if steps run vLLM's code after drafting is on again."""
+    played = Played({**PROMPT_LOOKUP, "gate": "off"}, max_model_len=200, async_scheduling=False)
+    wrap(played.scheduler, "update_from_output", lambda update, *step: update(*step))
+    played.add("a", [0, 1, 2] * 5, 100)
+    for is_off in (False, True, False):
+        played.scheduler.switch(is_off)
+        for _ in range(3):
+            played.step()
+        assert is_off == type(played.scheduler).schedule.__module__.startswith("vllm.")
 
 
 class Core:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -304,3 +305,20 @@ REFUSED = {
 def test_refused(options: str, asked: list[str], engines: Any, refused: Any) -> None:
     """Kills: a check that is left out, a traceback, an engine that is started first, another exit status."""
     assert REFUSED[options] in refused(*asked, *options.split()) and not engines.configs
+
+
+def test_quickstart(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program with which the README begins. Kills: a flag of `bench`, or a field of its traffic, that has another
+    name there."""
+    import quickstart
+
+    monkeypatch.setattr(quickstart, "replayed", lambda *_: {5: 1.25})  # compiles vLLM's n-gram
+    model, file = Path(quickstart.ROOT) / "examples" / "demo" / "model", tmp_path / "figures.json"
+    asked = ["--model", str(model), "--minutes", "0", "--output-len", "31", "--output-json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *asked])
+    assert quickstart.main() == 0
+    assert json.loads(file.read_text())["ngram"] == {"5": 1.25}
+    assert "1.25x at K = 5" in " ".join(capsys.readouterr().out.split())
+    assert {traffic.output_lengths for sent in engines.asked.values() for traffic in sent} == {31, 64}

@@ -6,7 +6,7 @@ dropped token from the stage with the largest count at that position."""
 from collections import Counter
 from typing import Any
 
-from vllm_specplugins.engine.messages import Emitted, facts_of, news_of
+from vllm_specplugins.engine.messages import Emitted, StepNews, facts_of, news_of
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 from vllm_specplugins.engine.metrics.steps import StepWatch
 from vllm_specplugins.engine.room import MakesRoom
@@ -37,9 +37,7 @@ class CountsEmitted(Switched, MakesRoom):
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if sum(num_sampled) > self.count(outputs):
             self._drop(outputs, model_runner_output.req_id_to_index, num_sampled)
-        sent = model_runner_output.ec_connector_output
-        if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
-            self._correct(sent.ec_connector_stats.data[REPORT])
+        self.correct_report(model_runner_output)
         rests = self.is_off and news_of(scheduler_output).is_off
         if rests or not self.requests:
             self._watch.pause()
@@ -70,6 +68,12 @@ class CountsEmitted(Switched, MakesRoom):
         if dropped != self._emitted.dropped:
             self._emitted = Emitted(self._num_steps, dropped)
 
+    def correct_report(self, model_runner_output: Any) -> None:
+        """Corrects the worker's report, if this output has one."""
+        sent = model_runner_output.ec_connector_output
+        if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
+            self._correct(sent.ec_connector_stats.data[REPORT])
+
     def _correct(self, report: dict[str, Any]) -> None:
         """Subtracts the dropped tokens that the report contains; counts from the device arrive later."""
         report[key("steps")] = self._num_steps - self._num_reported
@@ -96,12 +100,11 @@ class CountsEmitted(Switched, MakesRoom):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
-        news = news_of(scheduler_output)
-        news.emitted, news.sums = self.totals_to_send(), self._watch.taken()
+        self.send_totals(news_of(scheduler_output))
 
-    def totals_to_send(self) -> Emitted:
-        self._sent = self._emitted
-        return self._sent
+    def send_totals(self, news: StepNews) -> None:
+        news.emitted = self._sent = self._emitted
+        news.sums = self._watch.taken()
 
     def has_finished_requests(self) -> bool:
         """Returns True also until the worker has received the last totals, which takes an empty step with asynchronous

@@ -91,8 +91,9 @@ class Switched:
     def stand_aside(self) -> None:
         """Leaves the next steps to vLLM's methods. Called once the first step without drafting is over: all steps that
         drafted are over then."""
-        self._own_class = type(self)
-        self.__class__ = aside(self._own_class)
+        if self._own_class is None:  # otherwise an outcome came by a method that was bound before
+            self._own_class = type(self)
+            self.__class__ = aside(self._own_class)
 
 
 @cache
@@ -101,15 +102,17 @@ def aside(kind: Any) -> Any:
     arrives."""
     theirs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("vllm."))
 
-    def update_from_output(self: Any, *step: Any) -> Any:
-        outputs = theirs.update_from_output(self, *step)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = theirs.update_from_output(self, scheduler_output, model_runner_output)
         self.count(outputs)
+        self.correct_report(model_runner_output)
         return outputs
 
     def after_schedule(self: Any, scheduler_output: Any) -> None:
         theirs._update_after_schedule(self, scheduler_output)
         news = news_of(scheduler_output)
-        news.is_off, news.emitted = True, self.totals_to_send()
+        news.is_off = True
+        self.send_totals(news)
 
     def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None: ...
 

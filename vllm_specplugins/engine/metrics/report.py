@@ -109,9 +109,10 @@ class Reporter:
         if not is_due:
             return output
         report = self._report(counters)
-        if report and self._show:
-            self._show(report)
-        elif report:
+        if self._show is not None:
+            if report:
+                self._show(report)
+        elif report or self.is_off:  # the scheduler adds its steps, which are all that counts then
             if is_last:
                 output = copy.copy(output)
             carrier = getattr(output, "model_runner_output", output)
