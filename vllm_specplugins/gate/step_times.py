@@ -50,7 +50,7 @@ def place_of(num_reqs: int) -> int:
     >>> [place_of(count) for count in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17)]
     [0, 2, 4, 4, 5, 6, 6, 8, 8, 9]
     """
-    return int(ceil(2 * log2(max(1, num_reqs))))
+    return ceil(2 * log2(max(1, num_reqs)))
 
 
 @inlined
