@@ -153,8 +153,8 @@ VERDICTS: dict[str, tuple[dict[str, Any], list[str], int, list[str]]] = {
         "No advice: the interval of the best method, 0.", "includes 1; more rounds narrow it",
     ]),
     "slower": ({"noise": {"prompt_lookup": {2: 1.6, 3: 1.65, 4: 1.6, 5: 1.65}}}, [], 0, ["Serve without speculation"]),
-    "few rounds": ({}, ["--rounds", "2", "--num-prompts", "4"], 0, ["No advice: advice needs 3 rounds, not 2."]),
-    "few requests": ({}, ["--rounds", "3"], 0, ["No advice: advice needs 8 requests of each workload, not 6."]),
+    "few rounds": ({}, ["--rounds", "2", "--num-prompts", "4"], 0, ["No advice: it needs 3 rounds, not 2."]),
+    "few requests": ({}, ["--rounds", "3"], 0, ["No advice: it needs 8 requests of each workload, not 6."]),
 }  # fmt: skip
 
 

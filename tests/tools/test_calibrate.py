@@ -97,7 +97,7 @@ def test_speculation_that_does_not_pay(
     for engines.slow, rounds in ((True, "3"), (False, "2")):
         assert run(idle_model, text_files, "--output-json", str(file), "--rounds", rounds) == 0
         output = capsys.readouterr().out
-        advice = "Serve without speculation" if engines.slow else "No advice: it takes 3 rounds"
+        advice = "Serve without speculation" if engines.slow else "No advice: it needs 3 rounds"
         assert advice in output and "--speculative-config" not in output
         assert json.loads(file.read_text())["chosen"] is None
 

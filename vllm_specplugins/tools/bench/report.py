@@ -84,9 +84,9 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
         if low.ratio.median < LOSES:
             words += f"; serve such traffic ({low.cell}) without speculation"
     num_rounds, num_requests = len(gain.rounds), min(row.num_outputs for row in rows)
-    doubts = [f"advice needs {MIN_ROUNDS} rounds, not {num_rounds}"] * (num_rounds < MIN_ROUNDS)
+    doubts = [f"it needs {MIN_ROUNDS} rounds, not {num_rounds}"] * (num_rounds < MIN_ROUNDS)
     if num_requests < MIN_REQUESTS:
-        doubts.append(f"advice needs {MIN_REQUESTS} requests of each workload, not {num_requests}")
+        doubts.append(f"it needs {MIN_REQUESTS} requests of each workload, not {num_requests}")
     if doubts:
         return f"No advice: {'; '.join(doubts)}. The highest median has {words}.", None
     low_end, high_end = gain.interval()
