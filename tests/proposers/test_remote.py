@@ -47,6 +47,10 @@ def known(question: dict[str, Any]) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 2 * MAX_ASKED  # of one step; with the default of 5, connections wait for seconds
+
+
 class Drafter:
     """A server whose answers are scripted; keeps what it was asked."""
 
@@ -85,7 +89,7 @@ class Drafter:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
