@@ -9,11 +9,9 @@ from vllm_specplugins.counters import StageCounters, count_all
 from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, State, host
 from vllm_specplugins.kernels.acceptance.reference import new_state
-from vllm_specplugins.kernels.steps import ACCEPTED, KEPT, KINDS, SUMS
+from vllm_specplugins.kernels.steps import ACCEPTED, KINDS, SUMS
 from vllm_specplugins.structures.arrays import Floats, Ints, with_room
 from vllm_specplugins.structures.drafts import DraftArrays, dense_logits
-
-USEFUL = [KEPT, ACCEPTED]
 
 
 class DraftTracker:
@@ -28,7 +26,7 @@ class DraftTracker:
         self._by_place = np.zeros((num_stages, len(KINDS), max_num_draft), np.int64)
         self._by_stage = np.zeros((num_stages, len(SUMS)), np.int64)
         self._lengths = np.zeros((num_stages, max_num_draft + 1), np.int64)
-        self._num_useful = np.zeros(num_stages, np.int64)  # counts that were already moved
+        self._num_accepted = np.zeros(num_stages, np.int64)  # counts that were already moved
 
     def make_room(self, num_rows: int) -> None:
         if num_rows > len(self.whole):
@@ -82,9 +80,9 @@ class DraftTracker:
         """Returns whether the tried first tokens of a stage outweigh its prior."""
         return bool(self.state.shared_tried[stage, 0] >= 2 * HOST_PRIOR_WEIGHT)
 
-    def num_useful(self, stage: int) -> int:
-        """Returns the sum of a stage's tokens that were sent to the target, and of its accepted tokens."""
-        return int(self._num_useful[stage] + self._by_place[stage, USEFUL].sum())
+    def num_accepted(self, stage: int) -> int:
+        """Returns the number of a stage's accepted tokens so far."""
+        return int(self._num_accepted[stage] + self._by_place[stage, ACCEPTED].sum())
 
     def clear(self, rows: Ints) -> None:
         for array in (self.state.num_sent, self.state.tried, self.state.accepted, self.whole):
@@ -96,7 +94,7 @@ class DraftTracker:
 
     def move_to(self, stages: Sequence[StageCounters]) -> None:
         """Adds the counts to the stages' totals, and resets them."""
-        self._num_useful += self._by_place[:, USEFUL].sum(axis=(1, 2))
+        self._num_accepted += self._by_place[:, ACCEPTED].sum(axis=1)
         tables = self._by_place, self._by_stage, self._lengths
         for stage, by_place, by_stage, lengths in zip(stages, *tables, strict=True):
             stage.add(by_place, by_stage)

@@ -29,8 +29,8 @@ from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.arrays import Ints as IntArray
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
-EMPTY_ANSWERS = 8  # number of empty answers in a row after which the gate calls a stage on the host less often
-ASK_EVERY = 50  # fewest steps between two of these calls
+MOST_CREDIT = 32.0  # calls in a row that a stage on the host may lose, after which the gate calls it less often
+ASK_EVERY = 64  # fewest steps between two of these calls
 RUN_MARGIN = 1.5  # a stage may gain this multiple of its expected gain, since a lookup also continues its tokens
 CUTS, STARTS, POLLS, PASSES = range(4)  # kinds of trials of a stage
 
@@ -39,9 +39,8 @@ CUTS, STARTS, POLLS, PASSES = range(4)  # kinds of trials of a stage
 class StageRecord:
     token: UsualMs = field(default_factory=UsualMs)  # time to draft one token for each request of the batch
     answer: UsualMs = field(default_factory=UsualMs)  # of a stage on the host
-    num_useful: int = 0  # its tokens that went to the target because they pay, or were right, until it was asked last
-    num_tried: int = 0  # its tokens in trials
-    num_empty: int = 0  # answers in a row since then without any useful token
+    num_accepted: int = 0  # its tokens that were accepted until the gate decided last
+    credit: float = MOST_CREDIT  # calls that its accepted tokens have paid for
 
 
 class Gate:
@@ -93,10 +92,9 @@ class Gate:
         limits = all_limits if continues else np.zeros(len(rows), np.int64)
         keep, more = self._best_split(costs, rows, drafts, stage, confidence, stage_limits, limits)
         cut = np.where(keep + more == 0, drafts.num_draft, 0)
-        keep = self._explored(keep, cut, costs, (stage, CUTS), drafts.stage[:, 0])
+        keep = self._explored(keep, cut, costs, (stage, CUTS))
         rest = np.where(keep == 0, all_limits, np.maximum(0, limits - keep))
-        ours = np.full(len(rows), stage)
-        return keep, self._explored(more, np.minimum(stage_limits, rest), costs, (stage, STARTS), ours)
+        return keep, self._explored(more, np.minimum(stage_limits, rest), costs, (stage, STARTS))
 
     def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
         """Returns the number of tokens of each draft that pay off, [R]."""
@@ -146,25 +144,27 @@ class Gate:
         return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
 
     def asks(self, stage: int, num_reqs: int) -> bool:
-        """Returns whether to call a stage on the host. After EMPTY_ANSWERS in a row, the gate calls it only as often as
-        ASK_EVERY and EXPLORE_SHARE allow. All ranks call this method, since it also decides on their trials."""
+        """Returns whether to call a stage on the host. A call costs the tokens that the engine emits in its time, and
+        the stage's accepted tokens pay for calls. A stage without credit is called only as often as ASK_EVERY and
+        EXPLORE_SHARE allow. All ranks call this method, since it also decides on their trials."""
         record, costs = self._stages[stage], self._costs.of(num_reqs, self.num_context)
-        num_useful = self._tracker.num_useful(stage) - record.num_tried
-        num_empty = record.num_empty * (num_useful <= record.num_useful)
-        if costs is None or num_empty < EMPTY_ANSWERS or record.answer.ms < EXPLORE_SHARE * costs.step_ms:
+        num_accepted = self._tracker.num_accepted(stage)
+        gained, record.num_accepted = num_accepted - record.num_accepted, num_accepted
+        if costs is None or record.answer.ms < EXPLORE_SHARE * costs.step_ms:
+            return True
+        paid = gained / (costs.tokens_per_ms * record.answer.ms)
+        record.credit = min(record.credit + paid, MOST_CREDIT)
+        if record.credit >= 1:
             self._trials.restart((stage, POLLS))
         elif quiet := self._trials.due((stage, POLLS), record.answer.ms, costs.step_ms, ASK_EVERY):
             self._trials.add((stage, CUTS), quiet - 1)
         else:
             return False
-        record.num_useful, record.num_empty = num_useful, num_empty + 1
+        record.credit = max(0.0, record.credit - 1)
         return True
 
-    def _explored(
-        self, lengths: IntArray, limits: IntArray, costs: StepCosts, trial: tuple[int, int], stages: IntArray
-    ) -> IntArray:
-        """Returns the lengths; in a trial, requests that may have tokens and would get none get one token of these
-        `stages` [R]."""
+    def _explored(self, lengths: IntArray, limits: IntArray, costs: StepCosts, trial: tuple[int, int]) -> IntArray:
+        """Returns the lengths; in a trial, requests that may have tokens and would get none get one token."""
         is_without = (lengths == 0) & (limits > 0)
         num_without = int(np.count_nonzero(is_without))
         if not num_without:
@@ -174,8 +174,6 @@ class Gate:
         is_known = not 0 < token.num_calls < FEW
         if not self._trials.due(trial, is_known * trial_ms, costs.step_ms):
             return lengths
-        for stage in stages[is_without].tolist():
-            self._stages[stage].num_tried += 1
         return np.where(lengths > 0, lengths, np.minimum(1, limits))
 
 
