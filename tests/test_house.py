@@ -90,7 +90,7 @@ FEATURES = {
             "vllm_specplugins/engine/v2/speculators/built_in",
         ),
         "built_in built_in_tokens is_offered offer offers offer_guard offer_length spares spared_ms saved_ms",
-        17,
+        10,
         10,
     ),
 }

@@ -19,7 +19,7 @@ from vllm_specplugins.config import (
     StageConfig,
     SuffixLookupConfig,
 )
-from vllm_specplugins.config.built_in import BuiltInConfig
+from vllm_specplugins.config.built_in import BuiltInConfig, check_built_in
 from vllm_specplugins.custom import build_custom, declares, import_object
 from vllm_specplugins.draft import Proposer, ProposerContext
 
@@ -37,6 +37,8 @@ class Method:
         is_lookup: it copies tokens from texts, such as the option `reference`, and can extend drafts.
         has_tenants: it drafts from earlier requests of the same tenant, or asks a server whose cache has tenants.
         is_offered: vLLM's runner makes its drafts, which come with the batch (`DraftBatch.offer`).
+        stage: "module:Class" of its stage in a cascade.
+        check_cascade: raises ConfigError if a cascade cannot have such a stage.
         forces_tokens: the plugin's scheduler adds its tokens after the drafts of all other stages.
         is_late: on Model Runner V2 it drafts on the host from tokens that are one or two steps old, so no step waits
             (v2/speculators/late.py). For a lookup, the device searches the request's text.
@@ -54,6 +56,8 @@ class Method:
     is_lookup: bool = False
     has_tenants: bool = False
     is_offered: bool = False
+    stage: str = "cascade.stage:Stage"
+    check_cascade: Callable[[SpecConfig], None] = lambda config: None
     forces_tokens: bool = False
     is_late: bool = False
     cuts_layers: bool = False
@@ -71,6 +75,10 @@ class Method:
     @property
     def check(self) -> str | None:
         return f"vllm_specplugins.{str(self.proposer).partition(':')[0]}:check" if self.runs_target else None
+
+    @property
+    def stage_kind(self) -> Any:
+        return import_object(f"vllm_specplugins.{self.stage}")
 
     def build(self, *arguments: Any) -> Proposer:
         proposer: Proposer = import_object(f"vllm_specplugins.{self.proposer}")(*arguments)
@@ -117,7 +125,13 @@ METHODS: Mapping[str, Method] = {
 # Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.
 BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
-    Method(BuiltInConfig, "cascade.built_in:BuiltIn", is_offered=True),
+    Method(
+        BuiltInConfig,
+        "cascade.built_in:BuiltIn",
+        is_offered=True,
+        stage="cascade.built_in:OfferedStage",
+        check_cascade=check_built_in,
+    ),
 )
 
 

@@ -17,7 +17,6 @@ from vllm_specplugins.config import (
     methods_of,
 )
 from vllm_specplugins.config.aliases import with_our_names
-from vllm_specplugins.config.built_in import BuiltInConfig, check_built_in
 from vllm_specplugins.config.lengths import with_default_length
 from vllm_specplugins.config.trees import with_tree
 from vllm_specplugins.custom import (
@@ -26,7 +25,7 @@ from vllm_specplugins.custom import (
     option_checks,
     registrations,
 )
-from vllm_specplugins.methods import BUILT_IN, METHODS, forces_tokens
+from vllm_specplugins.methods import BUILT_IN, METHODS, drafters, forces_tokens
 
 
 def registered_methods() -> Mapping[str, Registered]:
@@ -61,7 +60,8 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
         config = with_default_length(config, long)
     option_checks(config)
     check_stages(config)
-    check_built_in(config)
+    for row, _ in drafters(config):
+        row.check_cascade(config)
     forcing = [name for name, forces in zip(methods_of(config), forces_tokens(config), strict=True) if forces]
     if len(forcing) > 1:
         raise ConfigError(f"cascade: keep only one {forcing[0]} in stages: it extends the drafts of all other stages.")
@@ -98,7 +98,8 @@ def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> St
         if entry.name in values:
             raise ConfigError(f"cascade: set {entry.name} for the whole cascade, not in stages[{index}].")
     if method in BUILT_IN:
-        parsed: Any = BuiltInConfig.parse(index, method, {key: values[key] for key in values if key != "method"})
+        kind: Any = BUILT_IN[method].config
+        parsed = kind.parse(index, method, {key: values[key] for key in values if key != "method"})
     else:
         parsed = parse_config(values, greedy).method_config
     return StageConfig(method=method, method_config=parsed, num_speculative_tokens=raw.get("num_speculative_tokens"))

@@ -68,7 +68,7 @@ def steps(
     takes 10 ms, its share of a longer one with prompts too, and its metrics are read."""
     config = behind_gate(parse_config({**CUSTOM, "num_speculative_tokens": K}))
     proposer: Any = build_proposer(config, CONTEXT)
-    barrier, played = FaultBarrier(proposer, VOCAB_SIZE, K, None), proposer._stages[0].proposer
+    barrier, played = FaultBarrier(proposer, VOCAB_SIZE, K, None), proposer.stages[0].proposer
     names = [str(row) for row in range(num_reqs)]
     drafted = accepted = np.zeros(num_reqs, np.int32)
     steps = list[tuple[bool, int]]()
@@ -171,7 +171,7 @@ def test_two_ranks(monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]) -> N
         ]
         ranks.append(cascade.Cascade(config, context, proposers))
     custom, model = order.index("custom"), order.index("model")
-    played = ranks[0]._stages[custom].proposer
+    played = ranks[0].stages[custom].proposer
     random, num_reqs = np.random.default_rng(1), 2
     names = [str(row) for row in range(num_reqs)]
     histories = [random.integers(0, 6, 60).tolist() for _ in names]
@@ -199,5 +199,5 @@ def test_two_ranks(monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]) -> N
         chances = 0.1 if step < 250 else np.where(stages[:, :K] == model, 0.3, 0.15)  # nothing pays, then the model
         accepted = np.minimum((random.random((num_reqs, K)) < chances).cumprod(axis=1).sum(axis=1), drafted)
         accepted = accepted.astype(np.int32)
-    assert ranks[0]._stages[custom].num_spared > 100 or order[0] == "custom"
+    assert ranks[0].stages[custom].num_spared > 100 or order[0] == "custom"
     assert models[0].passes

@@ -201,7 +201,7 @@ def test_spared_where_a_run_gains_less() -> None:
     config = {"method": "cascade", "num_speculative_tokens": 6, "stages": stages}
     proposer: Any = build_proposer(parse_config(config), context)
     copied, new, searches = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [5, 6], list[int]()
-    lookup = proposer._stages[0].proposer
+    lookup = proposer.stages[0].proposer
     search = lookup.draft
     lookup.draft = lambda *given: (searches.append(1), search(*given))[1]
 

@@ -285,7 +285,7 @@ def test_cascade(policy: str) -> None:
     proposer.forget(batch.request_ids)
     assert not proposer._rows.known(batch.request_ids).any()
     proposer.propose(replace(make_batch(rng, 1), request_ids=["new"], max_num_draft=np.array([3], np.int32)))
-    assert list(proposer._stages[0].proposer._rows._rows) == ["new"], "a stage forgets before it next drafts"
+    assert list(proposer.stages[0].proposer._rows._rows) == ["new"], "a stage forgets before it next drafts"
 
 
 def test_config_is_nested() -> None:

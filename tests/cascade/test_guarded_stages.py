@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hostile import HOSTILE, VOCAB_SIZE, HostileProposer, K
 
+from vllm_specplugins.cascade.built_in import guard_of
 from vllm_specplugins.cascade.cascade import Cascade
 from vllm_specplugins.config import CascadeConfig, ConfigError, CustomConfig
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
@@ -70,7 +71,7 @@ def test_stages_forget_when_nothing_follows() -> None:
     """A stage forgets ended requests in the engine's idle step, once, in its thread. Fails if it learns of them only at
     its next call, which an engine without requests never makes."""
     proposer = cascade({"method": "suffix_lookup", "store_bytes": 1 << 20}, CUSTOM)
-    barrier, own = barrier_of(proposer), proposer._stages[0].proposer
+    barrier, own = barrier_of(proposer), proposer.stages[0].proposer
     step(barrier)
     barrier.forget(["a", "b"])
     assert own.store_stats()["texts"] == 0
@@ -96,7 +97,7 @@ def test_a_stage_is_switched_off_and_on_alone(caplog: pytest.LogCaptureFixture) 
     config = parse_config({"method": "cascade", "gate": "off", "stages": [CUSTOM, LOOKUP]})
     assert isinstance(config.method_config, CascadeConfig)
     hostile = HostileProposer(HOSTILE["raises sys.exit"][0])
-    proposer = Cascade(config, CONTEXT, [hostile, cascade(LOOKUP)._stages[0].proposer])
+    proposer = Cascade(config, CONTEXT, [hostile, cascade(LOOKUP).stages[0].proposer])
     proposer._guards[0]._breaker.clock = lambda: now[0]
     barrier = barrier_of(proposer)
     for _ in range(MAX_FAULTS + 2):
@@ -127,7 +128,7 @@ def test_other_ranks_are_told() -> None:
     ranks = [cascade(CUSTOM, act="returns the batch's own arrays", context=context) for context in (rank_0, rank_1)]
     drafts = [step(barrier_of(rank)) for rank in ranks]
     assert drafts[0] == drafts[1] == [3, 3] and not told
-    assert [rank._stages[0].proposer.step for rank in ranks] == [1, 0]  # type: ignore[attr-defined]
+    assert [rank.stages[0].proposer.step for rank in ranks] == [1, 0]  # type: ignore[attr-defined]
     assert [rank.stage_counters()["0 custom"].drafted for rank in ranks] == [6, 6]
 
 
@@ -135,8 +136,7 @@ def test_a_built_in_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exceptions stop, its slowness counts, and it is switched off and not run. Kills: each of these."""
     proposer = cascade(BUILT_IN, LOOKUP)
     barrier, times = barrier_of(proposer), [0.0, 1.0, 2.0, 3.0, 4.0, 65.0, 66.0, 127.0]
-    assert proposer.offer_guard is not None
-    call = proposer.offer_guard.call_in_engine
+    call = guard_of(proposer).call_in_engine
     monkeypatch.setattr(guard, "time", SimpleNamespace(perf_counter=lambda: times.pop(0) if times else 127.0))
 
     def fails() -> Any:
@@ -160,8 +160,7 @@ def test_a_built_in_stage_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     """The other ranks wait for this one. Kills: a fault that is swallowed; a switching-off that one rank decides."""
     proposer = cascade(BUILT_IN, LOOKUP, context=replace(CONTEXT, num_ranks=2, time_budget_ms=1))
     barrier = barrier_of(proposer)
-    assert proposer.offer_guard is not None
-    call = proposer.offer_guard.call_in_engine
+    call = guard_of(proposer).call_in_engine
     for _ in range(MAX_FAULTS):
         assert call(lambda: time.sleep(0.01) or 5, is_timed=True) == 5
     assert barrier.totals().stages["0 draft_model"].faults == {}

@@ -105,7 +105,7 @@ def on_host(policy: str, most: Sequence[int]) -> Any:
         parse_config({**config, "policy": "verify" if policy == "verify" else "auto"}), CONTEXT
     )
     if policy == "auto":
-        cascade._first_draft = partial(behind, *cascade._stages)
+        cascade._first_draft = partial(behind, *cascade.stages)
     return cascade
 
 

@@ -65,7 +65,7 @@ def outputs(llm: LLM, prompts: list[list[int]], adapters: list[str], temperature
 
 
 def steps_of_first_stage(worker: Any) -> int:
-    number: int = worker._session.barrier.proposer._stages[0].proposer.step
+    number: int = worker._session.barrier.proposer.stages[0].proposer.step
     return number
 
 
@@ -77,7 +77,7 @@ def fail_on_rank_1(worker: Any) -> None:
 
     if worker.rank == 1:
         for name in ("propose", "next_tokens", "draft_steps", "continue_steps"):
-            setattr(worker._session.barrier.proposer._stages[1].proposer, name, fail)
+            setattr(worker._session.barrier.proposer.stages[1].proposer, name, fail)
 
 
 def die_on_rank_1(worker: Any) -> None:

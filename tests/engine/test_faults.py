@@ -166,13 +166,13 @@ def test_share_of_questions(engine_of_one: Any, clock: Any, num_right: int, num_
 def plant_in_cascade(worker: Any, name: str) -> None:
     """Runs in the worker: the cascade's custom stage becomes hostile, and is forgiven what it did before."""
     cascade = worker._session.barrier.proposer
-    stage, guard = cascade._stages[0].proposer, cascade._guards[0]
+    stage, guard = cascade.stages[0].proposer, cascade._guards[0]
     stage.act, stage.step = HOSTILE[name][0], 0
     while guard._thread.is_busy:
         time.sleep(0.1)
     guard._breaker._fault_steps.clear()
     guard._budget_ms = budget_of(HOSTILE[name][1])
-    counters = cascade._stages[0].counters
+    counters = cascade.stages[0].counters
     counters.faults, counters.switched_off, counters.times_switched_off = {}, False, 0
     FaultBarrier.__init__(worker._session.barrier, cascade, worker.model_config.get_vocab_size(), K, None)
     assert worker._session.barrier.counters == Counters()

@@ -75,7 +75,7 @@ def test_a_learner_sees_each_text_whole(gate: str) -> None:
         player.forget([number for number in running if player.has_ended(number)])
         running = [number for number in running if not player.has_ended(number)]
     barrier.settle()
-    learner = proposer._stages[0].proposer
+    learner = proposer.stages[0].proposer
     ends = [told for told in learner.told if len(told) == 3 and isinstance(told[1], list)]
     tenants = [b"x", b"", b"", b""]
     assert ends == [(f"request-{number}", TEXTS[number].tolist(), tenants[number]) for number in range(4)]

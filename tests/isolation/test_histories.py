@@ -178,7 +178,7 @@ def play(stages: list[Any], num_steps: int = 3) -> tuple[FaultBarrier, list[Any]
         assert [(array.tolist(), array.dtype, array.strides) for array in arrays_of(given)] == before
         theirs += arrays_of(given)
     assert engine.tolist() == [TEXT] * 2
-    parts = [stage.proposer for stage in proposer._stages] if stages else [proposer]
+    parts = [stage.proposer for stage in proposer.stages] if stages else [proposer]
     return barrier, parts, theirs
 
 

@@ -1,12 +1,17 @@
 """Makes a drafter built into vLLM (EAGLE, a draft model, ...) a stage of a cascade."""
 
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 
+from vllm_specplugins.cascade.stage import Stage
 from vllm_specplugins.config.built_in import BuiltInConfig
 from vllm_specplugins.draft import DraftBatch, Offer, ProposerContext
+from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.stage import StageProposer
 from vllm_specplugins.structures.arrays import Ints
-from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, columns, of_stage
+from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, columns, nothing, of_stage
 
 
 class BuiltIn(StageProposer):
@@ -56,3 +61,31 @@ class BuiltIn(StageProposer):
         agrees = ((token_ids == prefix.token_ids) | (columns(token_ids) >= starts[:, None])).all(axis=1)
         num_draft = np.where(agrees, np.minimum(limits, np.maximum(num_offered - starts, 0)), 0)
         return drafts.shifted(starts).cut(num_draft)
+
+
+class OfferedStage(Stage):
+    """The stage of such a drafter. Every rank runs the drafter in the engine's thread, and the cascade counts its
+    time."""
+
+    @cached_property
+    def guard(self) -> Guard:
+        on_all_ranks = self._context.num_ranks > 1
+        budget_ms = None if on_all_ranks else self._context.time_budget_ms
+        return self._new_guard(budget_ms, ends_process=on_all_ranks)
+
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, limits: Ints) -> DraftArrays:
+        if batch.offer is None:
+            return nothing(len(limits), self._context.max_num_draft)
+        return self._counted(self.proposer.draft(batch, prefix, limits), limits)
+
+
+def offered_of(cascade: Any) -> OfferedStage | None:
+    """Returns the stage of a cascade, on the host or on the device, that is built into vLLM."""
+    return next((stage for stage in cascade.stages if isinstance(stage, OfferedStage)), None)
+
+
+def guard_of(cascade: Any) -> Guard:
+    """Returns the guard by which the engine calls the drafter of a cascade."""
+    stage = offered_of(cascade)
+    assert stage is not None
+    return stage.guard

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from vllm_specplugins.cascade.built_in import offered_of
 from vllm_specplugins.cascade.stage import Source, Stage
 from vllm_specplugins.config import SpecConfig, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.methods import method_of
 from vllm_specplugins.stage import StageProposer
 from vllm_specplugins.structures.arrays import Ints, SlotTable, places_of
 from vllm_specplugins.structures.drafts import DraftArrays, join, nothing
@@ -33,19 +35,18 @@ class Cascade(StageProposer):
         has_gate = config.common.gate == "auto" and not (verifies and len(configs) == 1)
         self._gate = Gate(self._tracker, context.max_num_draft) if has_gate else None
         names = stage_names([stage.method for stage in configs])
-        self._stages = [
-            Stage(index, *stage, context, self._gate)
-            for index, stage in enumerate(zip(configs, names, proposers, strict=True))
+        self.stages: list[Stage] = [
+            method_of(config.method).stage_kind(index, config, name, proposer, context, self._gate)
+            for index, (config, name, proposer) in enumerate(zip(configs, names, proposers, strict=True))
         ]
-        self._sources: Sequence[Source] = self._stages
+        self._sources: Sequence[Source] = self.stages
         if verifies:
             from vllm_specplugins.cascade.verify import checked
 
-            self._sources = [checked(self._stages)]
-        self._guards = [stage.guard for stage in self._stages if stage.guard is not None]
+            self._sources = [checked(self.stages)]
+        self._guards = [stage.guard for stage in self.stages if stage.guard is not None]
         self.reads_ends = any(guard.reads_ends for guard in self._guards)
-        self._offered = next((stage for stage in self._stages if stage.method.is_offered), None)
-        self.offer_guard = self._offered.guard if self._offered else None  # by which the engine drafts
+        self._offered = offered_of(self)
         self._step_ms, self._num_context = (
             0.0,
             0,
@@ -54,7 +55,7 @@ class Cascade(StageProposer):
 
     def propose(self, batch: DraftBatch) -> Draft:
         start = time.perf_counter()
-        if not self._stages[0].has_drafted(batch):
+        if not self.stages[0].has_drafted(batch):
             self._begin_step()
         if self._offered is not None:
             if batch.offer is None:
@@ -131,7 +132,7 @@ class Cascade(StageProposer):
 
     def _extended(self, batch: DraftBatch, drafts: DraftArrays, room: Ints, gate: Gate) -> DraftArrays:
         """Returns the drafts, followed by the tokens of a lookup as the first stage that pay off."""
-        lookup = self._stages[0]
+        lookup = self.stages[0]
         if not lookup.method.is_lookup:
             return drafts
         longer = join(drafts, lookup.draft(batch, drafts, lookup.limits(batch, room)))
@@ -145,9 +146,9 @@ class Cascade(StageProposer):
 
     def _begin_step(self) -> None:
         """Resets the time budget of each guarded stage, except for the stage that has run."""
-        for guard in self._guards:
-            if guard is not self.offer_guard:
-                guard.begin_step()
+        for stage in self.stages:
+            if stage.guard is not None and stage is not self._offered:
+                stage.guard.begin_step()
 
     def offer_length(self, batch: DraftBatch, num_accepted: Int32Array) -> int:
         """Returns the number of tokens that the engine's drafter will draft in this step; at 0 it only reads the step's
@@ -164,8 +165,8 @@ class Cascade(StageProposer):
         return length
 
     def _paying_length(self, gate: Gate, offered: Stage, batch: DraftBatch, rows: Ints) -> int:
-        lookup, allowed = self._stages[0], _limits(batch)
-        if len(self._stages) != 2 or not lookup.method.is_lookup:
+        lookup, allowed = self.stages[0], _limits(batch)
+        if len(self.stages) != 2 or not lookup.method.is_lookup:
             return offered.max_num_draft
         self._begin_step()
         drafts = lookup.draft_ahead(batch, lookup.limits(batch, allowed))
@@ -175,7 +176,7 @@ class Cascade(StageProposer):
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that uses the target's layers, with the largest possible work of a step."""
         draft: Draft
-        *_, draft = (stage.proposer.dummy_run(batch) for stage in self._stages if stage.method.runs_target)
+        *_, draft = (stage.proposer.dummy_run(batch) for stage in self.stages if stage.method.runs_target)
         return draft
 
     def observe(self, feedback: Feedback) -> None:
@@ -193,7 +194,7 @@ class Cascade(StageProposer):
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Gives the gate the cost of the last step. The ranks agree on it, since their drafts would differ
         otherwise."""
-        times = [self._model_times.get(stage.index, (stage.answer_ms, 0)) for stage in self._stages]
+        times = [self._model_times.get(stage.index, (stage.answer_ms, 0)) for stage in self.stages]
         step_ms, drafting_ms, gate.num_context, *model_ms = self._context.agreed(
             [step_ms, self._step_ms, self._num_context, *(ms for ms, _ in times)]
         )
@@ -218,16 +219,16 @@ class Cascade(StageProposer):
             guard.settle()
 
     def activity(self) -> tuple[int, int]:
-        counters = [stage.counters for stage in self._stages]
+        counters = [stage.counters for stage in self.stages]
         asked, drafted = sum(each.asked for each in counters), sum(each.drafted for each in counters)
-        return asked, drafted + sum(stage.num_spared for stage in self._stages)
+        return asked, drafted + sum(stage.num_spared for stage in self.stages)
 
     def stage_counters(self) -> dict[str, StageCounters]:
-        self._tracker.move_to([stage.counters for stage in self._stages])
-        return {stage.title: stage.counters for stage in self._stages}
+        self._tracker.move_to([stage.counters for stage in self.stages])
+        return {stage.title: stage.counters for stage in self.stages}
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
-        return [(stage.title, stage.proposer) for stage in self._stages]
+        return [(stage.title, stage.proposer) for stage in self.stages]
 
 
 def _limits(batch: DraftBatch) -> Ints:

@@ -13,6 +13,7 @@ from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, ProposerContext
 from vllm_specplugins.kernels.acceptance import Other
 from vllm_specplugins.kernels.steps import join
+from vllm_specplugins.methods import method_of
 from vllm_specplugins.proposers.draft_sampler import LARGEST_PROB, ModelProposer, OnLogits
 from vllm_specplugins.stage import StageProposer
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage
@@ -53,9 +54,10 @@ class DeviceCascade(StageProposer):
     Cascade has."""
 
     def __init__(self, configs: Sequence[StageConfig], proposers: Sequence[Any], context: ProposerContext):
-        stages = enumerate(zip(configs, proposers, strict=True))
-        self.stages = [Stage(i, config, config.method, proposer, context, None) for i, (config, proposer) in stages]
-        self.offer_guard = self.stages[MODEL].guard if self.stages[MODEL].method.is_offered else None
+        self.stages: list[Stage] = [
+            method_of(config.method).stage_kind(index, config, config.method, proposer, context, None)
+            for index, (config, proposer) in enumerate(zip(configs, proposers, strict=True))
+        ]
 
     def stage_counters(self) -> dict[str, StageCounters]:
         return {stage.title: stage.counters for stage in self.stages}

@@ -55,20 +55,16 @@ class Stage:
 
     @cached_property
     def guard(self) -> Guard | None:
-        """Returns the guard of a proposer on the host, or of a drafter of vLLM, which every rank runs in the engine's
-        thread. A proposer that runs the target has no guard, so its fault is the cascade's."""
+        """Returns the guard of a proposer on the host. A proposer that runs the target has no guard: its fault is the
+        cascade's."""
         if self.method.runs_target:
             return None
+        budget_ms = self._context.time_budget_ms
+        return self._new_guard(budget_ms, in_thread=budget_ms is not None)
+
+    def _new_guard(self, budget_ms: float | None, **how: bool) -> Guard:
         index, _, method = self.title.partition(" ")
-        budget_ms, on_all_ranks = self._context.time_budget_ms, self.method.is_offered and self._context.num_ranks > 1
-        return Guard(
-            self.proposer,
-            f"Stage {index} ({method})",
-            self.counters,
-            None if on_all_ranks else budget_ms,
-            in_thread=not self.method.is_offered and budget_ms is not None,
-            ends_process=on_all_ranks,
-        )
+        return Guard(self.proposer, f"Stage {index} ({method})", self.counters, budget_ms, **how)
 
     def limits(self, batch: DraftBatch, limits: Ints) -> Ints:
         allowed, limits = allows(batch.options, self.name), np.minimum(limits, self.max_num_draft)
@@ -79,11 +75,9 @@ class Stage:
             assert self._ahead is not None
             (_, ahead), self._ahead = self._ahead, None
             return ahead
-        if self.method.is_offered and batch.offer is None:
-            return nothing(len(limits), self._context.max_num_draft)
         start = time.perf_counter()
         drafts: DraftArrays | None
-        if self.method.runs_target or self.method.is_offered:
+        if self.method.runs_target:
             drafts = self.proposer.draft(batch, prefix, limits)
         else:
             if self._gate is not None and not self._gate.asks(self.index, len(limits)):
@@ -92,8 +86,10 @@ class Stage:
             drafts = self._guarded(batch, prefix, limits) if self._context.rank == 0 else None
             drafts = self._context.agreed(drafts)
         assert drafts is not None
-        if not self.method.is_offered:  # the cascade counts its time
-            self.counters.ms += (time.perf_counter() - start) * 1000
+        self.counters.ms += (time.perf_counter() - start) * 1000
+        return self._counted(drafts, limits)
+
+    def _counted(self, drafts: DraftArrays, limits: Ints) -> DraftArrays:
         drafts.stage[:] = self.index
         self.counters.asked += int(np.count_nonzero(limits))
         self.counters.drafted += sum(drafts.num_draft.tolist())

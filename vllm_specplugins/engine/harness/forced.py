@@ -89,8 +89,9 @@ class _OnV2:
         wrap(runner, "add_requests", self._add)
         wrap(runner, "sample", self._sample)
         wrap(runner.model, "compute_logits", self._compute_logits)
-        if log.accepted is not None:
-            self._replace_drafts(runner.speculator)
+        if log.accepted is not None:  # a cascade's drafter proposes before the plugin's speculator
+            speculator = runner.speculator
+            wrap(speculator, "propose_alone" if hasattr(speculator, "propose_alone") else "propose", self._propose)
 
     def _add(self, add: Any, scheduler_output: Any) -> None:
         add(scheduler_output)
@@ -116,20 +117,10 @@ class _OnV2:
             self._log.force(logits, self._rows[slots], places)
         return logits
 
-    def _replace_drafts(self, speculator: Any) -> None:
-        if not hasattr(speculator, "specplugins"):
-            wrap(speculator, "propose", self._propose)
-            return
-        wrap(speculator.specplugins.offers, "take", self._take)
-
     def _propose(self, propose: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(*args, **kwargs)
         self._draft(drafts)
         return drafts
-
-    def _take(self, take: Any, drafts: Any, *rest: Any) -> Any:
-        self._draft(drafts)
-        return take(drafts, *rest)
 
     def _draft(self, drafts: torch.Tensor) -> None:
         if self._batch is None:  # rehearsals

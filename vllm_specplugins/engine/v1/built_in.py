@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.worker import gpu_model_runner
 
+from vllm_specplugins.cascade.built_in import guard_of
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Offer
 from vllm_specplugins.engine.built_in import for_built_in
 from vllm_specplugins.engine.hooks import replaced
@@ -38,6 +39,7 @@ class BuiltInDrafter:
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner, self._barrier = runner, barrier
         self._cascade: Any = barrier.proposer
+        self._guard = guard_of(self._cascade)
         self._num_tokens = runner.speculative_config.built_in_tokens
         self._config = runner.speculative_config
         kind = type(runner.drafter).__name__
@@ -68,7 +70,7 @@ class BuiltInDrafter:
             choose = partial(self._cascade.offer_length, batch, num_accepted)
             num_tokens = min(self._barrier.guard.call(batch, choose) or 0, num_tokens)
         work = partial(self._draft, num_tokens, rows, has_prompt, scheduler_output, sampled_token_ids, *step)
-        offer: Offer | None = self._cascade.offer_guard.call_in_engine(work, is_timed=not has_prompt)
+        offer: Offer | None = self._guard.call_in_engine(work, is_timed=not has_prompt)
         return offer
 
     def _draft(

@@ -42,7 +42,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     def init_speculator(vllm_config: Any, *arguments: Any) -> Any:
         if vllm_config.speculative_config.built_in is None:
             return kind(vllm_config, *arguments)
-        return with_drafter(original, kind, vllm_config, *arguments)
+        return with_drafter(original, vllm_config, *arguments)
 
     with replaced(model_runner, {"init_speculator": init_speculator}):
         yield

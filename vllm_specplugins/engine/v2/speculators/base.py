@@ -46,8 +46,6 @@ class Speculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     report: DraftReport
     session: Session  # set by runner.attach
-    offers: Any = None  # source of the drafts of vLLM's drafter for a cascade; set by runner.while_built
-    offer: Any = None  # drafts of this step; None: the drafter failed, or there is none
     runner: Any  # set by `attach`
     reads_tokens = True  # whether the host tracks the tokens of requests
     adapters: Adapters | None = None
@@ -93,10 +91,6 @@ class Speculator(DraftModelSpeculator):
         if self.draft_logits is not None:
             self.draft_logits.fill_(-torch.inf)
             self.draft_logits[..., 0] = 0.0
-
-    def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
-        """Returns the number of tokens that a drafter of vLLM drafts for each request: one of these rising numbers."""
-        return lengths[-1]
 
     def load_model(self, target_model: nn.Module) -> None:
         if self.runs_target:
@@ -188,10 +182,7 @@ class Speculator(DraftModelSpeculator):
             return None
         return sampler.editor.edit_of_drafts(input_batch.idx_mapping.long(), input_batch.idx_mapping_np)
 
-    def _batch_of(
-        self, input_batch: Any, edit: Any = None, attends: bool = True, asked: Sequence[int] | None = None
-    ) -> DraftBatch:
-        """Returns the batch, with the offers for rows of it that are `asked` on the host."""
+    def _batch_of(self, input_batch: Any, edit: Any = None, attends: bool = True) -> DraftBatch:
         num_reqs, forward = input_batch.num_reqs, None
         if self.runs_target:
             forward = PagedForward(
@@ -199,8 +190,7 @@ class Speculator(DraftModelSpeculator):
             )
         target = self._target(num_reqs, forward, edit) if self.runs_target else None
         max_num_draft = np.full(num_reqs, self.num_speculative_steps, np.int32)
-        offer = None if asked is None or self.offer is None else self.offer.of(asked)
-        return DraftBatch(input_batch.req_ids, (), max_num_draft, [{}] * num_reqs, target, offer)
+        return DraftBatch(input_batch.req_ids, (), max_num_draft, [{}] * num_reqs, target)
 
     def _target(self, num_rows: int, forward: Any, edit: Any) -> Target:
         """Returns the target for these rows, from the states of requests; padding rows have no request's token."""

@@ -3,6 +3,7 @@ tokens of every step, so its KV cache is complete."""
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,16 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch
-from vllm_specplugins.draft import Draft, Offer
+from vllm_specplugins.cascade.built_in import guard_of
+from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch, DeviceSource
+from vllm_specplugins.draft import Draft, DraftBatch, Offer
+from vllm_specplugins.engine.adaptive.budget import Budget
 from vllm_specplugins.engine.built_in import for_built_in, refuse_second_owner, without_built_in
 from vllm_specplugins.engine.hooks import both, replaced
+from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
+from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
 from vllm_specplugins.kernels.acceptance import Other
+from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.drafts import DraftArrays, better, of_stage
 
 
@@ -166,17 +172,64 @@ def recorded_for_each_length(theirs: Any) -> Callable[[int], Sequence[int]]:
     return up_to
 
 
-def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, *arguments: Any) -> Any:
-    """Returns vLLM's speculator, changed so that it drafts first and our speculator of this kind proposes afterwards.
-    The runner holds vLLM's speculator, since it prepares that speculator's layers and KV cache. The speculator is built
-    with the stage's K, but reads steps that verified up to `max_num_draft` tokens per request."""
-    theirs, ours = rating(build, vllm_config, *arguments), kind(without_built_in(vllm_config), *arguments)
-    max_num_draft = vllm_config.num_speculative_tokens
+class AfterDrafterOnHost(HostSpeculator):
+    """Proposes after a drafter of vLLM. offer: the drafts of this step; None: the drafter failed."""
+
+    offer: DraftsForHost | None = None
+
+    def __init__(self, theirs: Any, vllm_config: VllmConfig, *arguments: Any):
+        super().__init__(without_built_in(vllm_config), *arguments)
+        self.offers = DraftsForHost(theirs)
+
+    def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
+        """Returns the number of tokens that the drafter drafts: all, since the gate trims them."""
+        return lengths[-1]
+
+    def _batch_for(self, input_batch: Any, asked: Sequence[int]) -> DraftBatch:
+        batch = super()._batch_for(input_batch, asked)
+        return batch if self.offer is None else replace(batch, offer=self.offer.of(asked))
+
+
+class AfterDrafterOnDevice(DeviceSpeculator):
+    """Like AfterDrafterOnHost; the drafter is the second stage on the device."""
+
+    offer: BuiltInDrafts | None = None
+
+    def __init__(self, theirs: Any, vllm_config: VllmConfig, *arguments: Any):
+        super().__init__(without_built_in(vllm_config), *arguments)
+        self.offers = BuiltInDrafts(theirs, vllm_config.num_speculative_tokens, self.outcomes, self.lookups)
+
+    def _model_source(self, proposer: Any) -> DeviceSource:
+        return self.offers
+
+    def new_budget(self, manager: Any, edits_any: Any, max_model_len: int) -> Budget:
+        return Budget(manager, self.outcomes.shared_probs, edits_any, max_model_len, beside_drafter=True)
+
+    def _paying_length(self, reports: Floats, lengths: Sequence[int]) -> int:
+        """Chooses by times if drafts are trimmed."""
+        budget = self.session.budget
+        if budget is None:
+            return super()._paying_length(reports, lengths)
+        return budget.drafter_length(reports, lengths, self.limits.of_stages[MODEL])
+
+    def rests(self, input_batch: Any, length: int) -> bool:
+        """Rests only while drafting is off, since the drafter must read all tokens."""
+        return self.num_off > 1 and super().rests(input_batch, length)
+
+    @property
+    def _rates(self) -> bool:
+        return bool(self.lookups) and (self.enable_adaptive_verification or self._policy == "auto")
+
+
+def with_drafter(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
+    """Returns vLLM's speculator, changed so that it drafts first and our speculator proposes afterwards. The runner
+    holds vLLM's speculator, since it prepares that speculator's layers and KV cache. The speculator is built with the
+    stage's K, but reads steps that verified up to `max_num_draft` tokens per request."""
+    theirs, max_num_draft = rating(build, vllm_config, *arguments), vllm_config.num_speculative_tokens
     is_on_device = vllm_config.speculative_config.plan.on_device
-    ours.offers = DraftsForHost(theirs)
-    if is_on_device:
-        ours.offers = BuiltInDrafts(theirs, max_num_draft, ours.outcomes, ours.lookups)
-    propose, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
+    kind = AfterDrafterOnDevice if is_on_device else AfterDrafterOnHost
+    ours: Any = kind(theirs, vllm_config, *arguments)
+    theirs.propose_alone, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
     lengths_up_to = recorded_for_each_length(theirs)
 
     def drafted(
@@ -192,7 +245,8 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
         if isinstance(graphs := getattr(theirs, "prefill_cudagraph_manager", None), TrimmedGraphs):
             graphs.longest = None if input_batch.has_prefill else int(input_batch.num_scheduled_tokens.max())
         with replaced(theirs, attributes):
-            drafts = propose(input_batch, *args, dummy_run=dummy_run, num_speculative_tokens=num_tokens, **kwargs)
+            options = {"dummy_run": dummy_run, "num_speculative_tokens": num_tokens, **kwargs}
+            drafts = theirs.propose_alone(input_batch, *args, **options)
         return ours.offers.take(drafts, num_tokens)
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
@@ -215,8 +269,10 @@ def with_drafter(build: Callable[..., Any], kind: Any, vllm_config: VllmConfig, 
             ours.offer = theirs_now()
         else:
             takes_in_prompts = input_batch.num_tokens > input_batch.num_reqs * (1 + theirs.num_speculative_steps)
-            guard = ours.session.barrier.proposer.offer_guard
+            guard = guard_of(ours.session.barrier.proposer)
             ours.offer = guard.call_in_engine(theirs_now, is_timed=not takes_in_prompts)
+        if ours.offer is None and is_on_device:
+            ours.offers.begin(0)
         result: torch.Tensor = ours.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
         return result
 

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch, DeviceCascade, DeviceModel, DeviceSource
 from vllm_specplugins.config import EarlyExitConfig, SpecConfig, rule
 from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.engine.adaptive.budget import Budget
 from vllm_specplugins.engine.adaptive.trimming import trimming_if_it_can
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.v2 import memory
@@ -29,6 +30,7 @@ from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.gate.step_times import lengths_up_to
 from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage, put_logits
 from vllm_specplugins.target import Target
 
@@ -90,7 +92,7 @@ class DeviceSpeculator(Speculator):
             return proposer
         first, second = config.stages
         proposers = self.lookups.new_proposer(first, context), build_proposer(second, context)
-        self._sources = [self.lookups, self.offers or self._model_source(proposers[MODEL])]
+        self._sources = [self.lookups, self._model_source(proposers[MODEL])]
         return DeviceCascade(config.stages, proposers, context)
 
     def _model_source(self, proposer: Any) -> DeviceSource:
@@ -100,6 +102,10 @@ class DeviceSpeculator(Speculator):
 
             return CheckedOnDevice(proposer)
         return DeviceModel(proposer, self.outcomes)
+
+    def new_budget(self, manager: Any, edits_any: Any, max_model_len: int) -> Budget:
+        """Returns what chooses the number of draft tokens that a step verifies, in place of vLLM's manager."""
+        return Budget(manager, self.outcomes.shared_probs, edits_any, max_model_len)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepares the graphs; vLLM calls it after `set_attn`."""
@@ -151,19 +157,18 @@ class DeviceSpeculator(Speculator):
             self.session.barrier.forget(sorted(request_ids))
 
     def drafter_length(self, input_batch: Any, lengths: Sequence[int]) -> int:
-        """Chooses by the device's reports, and by times if drafts are trimmed. Without times a drafter drafts all
-        tokens, or the fewest while every lookup gains the same number."""
-        reports, budget = self.outcomes.reports(input_batch.idx_mapping_np), self.session.budget
-        if reports is None or len(lengths) < 2:
-            return lengths[-1]
-        if self.offers is not None and budget is not None:
-            return budget.drafter_length(reports, lengths, self.limits.of_stages[MODEL])
+        """Returns the number of tokens that the second stage drafts for each request: one of these rising numbers,
+        chosen by the device's reports."""
+        reports = self.outcomes.reports(input_batch.idx_mapping_np)
+        return lengths[-1] if reports is None or len(lengths) < 2 else self._paying_length(reports, lengths)
+
+    def _paying_length(self, reports: Floats, lengths: Sequence[int]) -> int:
+        """Returns the largest of these lengths, or the smallest one while every lookup gains as many tokens."""
         return lengths[0 if (reports[:, 0] >= self.limits.of_stages[MODEL]).all() else -1]
 
     def rests(self, input_batch: Any, length: int) -> bool:
-        """Returns whether this step and the last one draft nothing. While drafting is on, a drafter of vLLM must read
-        all tokens."""
-        return (self.offers is None or self.num_off > 1) and self.tally.rests(input_batch, length)
+        """Returns whether this step and the last one draft nothing."""
+        return self.tally.rests(input_batch, length)
 
     def note(self, input_batch: Any, length: int, rests: bool) -> None:
         self.tally.note(length, input_batch.num_reqs if rests else 0)
@@ -177,7 +182,7 @@ class DeviceSpeculator(Speculator):
             self.late.step(length)
         self._begin(num_reqs, length, input_batch.idx_mapping, num_sampled, num_rejected)
         least = length
-        if self.offers is None and self._policy is not None:
+        if self.runs_target and self._policy is not None:
             least = self.drafter_length(input_batch, (0, length))
         self._num_steps = next((number for number in self._step_counts if number >= least), self._step_counts[-1])
         edit = self._edit_of(input_batch) if self._num_steps else None
@@ -214,8 +219,6 @@ class DeviceSpeculator(Speculator):
 
     def _begin(self, num_reqs: int, length: int, *sampled: torch.Tensor) -> None:
         self.limits.begin(length)
-        if self.offers is not None and self.offer is None:
-            self.offers.begin(0)
         self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
@@ -273,8 +276,7 @@ class DeviceSpeculator(Speculator):
     @property
     def _rates(self) -> bool:
         """Returns whether the stages' records estimate acceptance probabilities."""
-        chooses = self.offers is not None and self._policy == "auto"
-        return bool(self.lookups) and (self.enable_adaptive_verification or chooses)
+        return bool(self.lookups) and self.enable_adaptive_verification
 
     @property
     def _estimate(self) -> Any:

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-from vllm_specplugins.draft import Draft, Feedback, Int32Array
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine.messages import DraftLengths
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
@@ -110,6 +110,10 @@ class HostSpeculator(Speculator):
                 request.extend(req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy())
         return rows, host[rows, 0] - 1, host[rows, 1]
 
+    def _batch_for(self, input_batch: Any, asked: Sequence[int]) -> DraftBatch:
+        """Returns the batch, from which the caller takes the rows that are `asked` on the host."""
+        return self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None)
+
     def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, length: int) -> Draft:
         num_reqs, request_ids = input_batch.num_reqs, input_batch.req_ids
         rows, accepted, rejected = self._read(input_batch, num_sampled, num_rejected)
@@ -124,7 +128,7 @@ class HostSpeculator(Speculator):
             prompt_lengths[row] = request.limits.num_prompt_tokens
             max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, length)
         batch = replace(
-            self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None, asked=asked),
+            self._batch_for(input_batch, asked),
             request_ids=[request_ids[row] for row in asked],
             token_ids=Views(token_ids[row] for row in asked),
             options=[options[row] for row in asked],
