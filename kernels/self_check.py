@@ -16,11 +16,10 @@ from .acceptance import Other, observe, predict, worth
 from .acceptance.reference import new_state
 from .budget import Layout, share_budget
 from .history_match import history_match
-from .rejection import Sampling, rejection_sample
+from .rejection import Sampling, rejection_sample, sample_step
 from .rejection.adjust import adjust
 from .rejection.drafts import coupled_sample, rated_sample, sample_with_q
 from .rejection.inputs import Batch, as_step, make_batch, make_edits, to_device
-from .rejection.step import sample_step
 from .rounds.siblings import draw_siblings, try_siblings
 from .steps import join, limit, newest, tally
 from .trees import attend, compact, walk

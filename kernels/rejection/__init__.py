@@ -4,9 +4,10 @@ Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding with Sp
 all requests, num_states: rows of the per-request arrays."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from ..implementations import module_of
+from ..implementations import implementation_of, module_of
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,45 @@ def rejection_sample(
     module = module_of(__name__, target_logits, implementation, on_cpu)
     sampled, num_sampled, *_ = module.rejection_sample(target_logits, layout, sampling, max_num_draft, draft_logits)
     return sampled, num_sampled
+
+
+def sample_step(
+    target_logits: Any,  # [num_logits, vocab_size]
+    layout: Layout,
+    sampling: Sampling,
+    max_num_draft: int,
+    implementation: str | None = None,
+    operation: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Runs `rejection_sample` with a one-hot q on a runner's step, and reads the step's arrays in place. On a GPU this
+    takes two launches, which also gather the drafts and count the rejected ones.
+
+    Returns the emitted tokens and the number of rejected drafts. Within its prompt a request has neither; at the end
+    of its prompt it has no drafts yet, so their placeholders are rejected.
+
+    Args:
+        layout: `draft_token_ids` and `positions` [num_tokens] of all fed tokens, `logits_indices` [num_logits] of the
+            rows among these, `seq_lens` [>= num_reqs] with the fed tokens, `prefill_len` [num_states] of the prompts.
+        operation: replaces `rejection_sample`; takes its first seven arguments.
+
+    Returns:
+        sampled [num_reqs, max_num_draft + 1] int64, padded with -1, num_sampled and num_rejected [num_reqs] int32.
+
+    >>> import torch
+    >>> logits, zeros = torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.zeros(1, dtype=torch.int64)
+    >>> layout = Layout(
+    ...     cu_num_logits=torch.tensor([0, 2]), draft_token_ids=torch.tensor([5, 6, 0]),
+    ...     positions=torch.tensor([4, 5, 6]), idx_mapping=zeros, logits_indices=torch.tensor([1, 2]),
+    ...     seq_lens=torch.tensor([7]), prefill_len=torch.tensor([5]))
+    >>> sample_step(logits, layout, Sampling(torch.zeros(1), zeros), max_num_draft=1)
+    (tensor([[ 1, -1]]), tensor([1], dtype=torch.int32), tensor([1], dtype=torch.int32))
+    """
+    name = implementation_of(target_logits, implementation, "host")
+    if name == "fused" and operation is None:
+        from . import fused
+
+        return fused.rejection_sample(target_logits, layout, sampling, max_num_draft)[:3]
+    from . import reference
+
+    sample = operation or partial(rejection_sample, implementation=name)
+    return reference.sample_step(target_logits, layout, sampling, max_num_draft, sample)

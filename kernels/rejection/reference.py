@@ -16,7 +16,7 @@ V: vocab_size, G: GROUP_SIZE.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -196,3 +196,24 @@ def rejection_sample(
             tokens[part].scatter_(1, num_accepted[part, None], last[:, None])
     num_sampled = torch.where(num_rows > 0, num_accepted + 1, 0).int()
     return torch.where(steps < num_sampled[:, None], tokens, -1), num_sampled
+
+
+def sample_step(
+    target_logits: torch.Tensor,
+    layout: Layout,
+    sampling: Sampling,
+    max_num_draft: int,
+    sample: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gathers the drafts, samples, and counts the rejected drafts."""
+    starts, fed_at = layout.cu_num_logits.long(), layout.positions[layout.logits_indices]
+    prefill_len = layout.prefill_len[layout.idx_mapping.long()]
+    num_rows, rows = starts.diff(), torch.arange(len(fed_at), device=fed_at.device)
+    first = starts[:-1].repeat_interleave(num_rows, output_size=len(fed_at))
+    is_placeholder = (rows > first) & (fed_at[first] < prefill_len.repeat_interleave(num_rows, output_size=len(fed_at)))
+    drafts = layout.draft_token_ids[layout.logits_indices].long().masked_fill(is_placeholder, -1)
+    given = target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft
+    sampled, num_sampled = sample(*given)
+    goes_on = layout.seq_lens[: len(prefill_len)] < prefill_len
+    num_rejected = (num_rows.int() - num_sampled).masked_fill(goes_on, 0)
+    return sampled.masked_fill(goes_on[:, None], -1), num_sampled.masked_fill(goes_on, 0), num_rejected

@@ -12,7 +12,7 @@ from test_forced_tokens import SIZE, Case, ids
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_specplugins.engine import masks
+from vllm_specplugins.engine import masks, room
 from vllm_specplugins.engine.grammar.scheduler import GrammarScheduler
 from vllm_specplugins.engine.messages import news_of
 from vllm_specplugins.engine.scheduler import ChoosingScheduler, PlannedScheduler
@@ -42,7 +42,7 @@ class Theirs:
     def _update_after_schedule(self, scheduler_output: Any) -> None: ...
 
 
-class Ours(masks.LimitsMasks, Theirs):
+class Ours(room.LimitsMasks, Theirs):
     pass
 
 
@@ -56,7 +56,7 @@ class Refusing(Theirs):
             request.spec_token_ids = list(takewhile(lambda token: 0 <= token < 10, draft))
 
 
-class Notes(masks.LimitsMasks, Refusing):
+class Notes(room.LimitsMasks, Refusing):
     pass
 
 
@@ -84,12 +84,12 @@ def test_few_drafts_until_more_were_accepted(ahead: bool) -> None:
         assert drafts.draft_token_ids == [list(range(K))] * 3  # the worker's
         return len(json.spec_token_ids), len(plain.spec_token_ids)
 
-    few = masks.UNPROVEN
+    few = room.UNPROVEN
     assert [lengths(emitted) for emitted in (1, 1, few, few + 1, K + 1, 1)] == [
         (few, K), (few, K), (few, K), (K, K), (K, K), (few, K)
     ]  # fmt: skip
     for kind in (ChoosingScheduler, PlannedScheduler, GrammarScheduler):
-        assert issubclass(kind, masks.LimitsMasks)
+        assert issubclass(kind, room.LimitsMasks)
 
 
 @ON_V1

@@ -23,8 +23,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.engine.messages import DraftLengths, StepFacts, send_facts
-from vllm_specplugins.engine.v2.feedback import tally as tallies
-from vllm_specplugins.engine.v2.feedback.tally import Tally
+from vllm_specplugins.engine.v2.feedback import report as tallies
+from vllm_specplugins.engine.v2.feedback.report import Tally
 from vllm_specplugins.gate.step_times import StepTimes
 
 WITHOUT_TAPES = "no engine"

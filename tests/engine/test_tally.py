@@ -42,7 +42,7 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps at random, rows of padding, of prompts and rehearsals among them. Fails if a row is counted that sampled
     nothing, a rehearsal is, a stage's token is another's, or a total twice.
     """
-    from vllm_specplugins.engine.v2.feedback import tally as module
+    from vllm_specplugins.engine.v2.feedback import report as module
 
     monkeypatch.setattr(module, "AsyncCopy", Late)
     rng, tally = np.random.default_rng(0), module.Tally(SLOTS, K, STAGES, torch.device("cpu"))
@@ -123,7 +123,7 @@ def test_a_fault_after_a_step_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> N
 def test_steps_at_rest(before: int, length: int, has_prefill: bool, num_draft: int, rests: bool) -> None:
     """A request that the step before had no room for still has a draft. Kills: a step at rest that verifies one, in
     which vLLM asserts that there is a speculator (`num_draft_tokens` in `rests`)."""
-    from vllm_specplugins.engine.v2.feedback.tally import Tally
+    from vllm_specplugins.engine.v2.feedback.report import Tally
 
     tally = Tally(SLOTS, K, 0, torch.device("cpu"))
     tally._drafted = before

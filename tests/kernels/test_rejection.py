@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from batches import conditional, of_states, p_value
-from vllm_specplugins.kernels.rejection import Layout, Sampling, reference, rejection_sample, step
+from vllm_specplugins.kernels.rejection import Layout, Sampling, reference, rejection_sample, sample_step
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.rejection.inputs import Batch, as_step, make_batch
 
@@ -342,9 +342,9 @@ def test_a_step_is_its_rows(implementation: str) -> None:
     sampled, num_sampled = rejection_sample(*batch, implementation=implementation)
     logits, layout, *rest = as_step(batch)
     padded = layout._replace(seq_lens=torch.cat((layout.seq_lens, layout.seq_lens[:1])))  # as of a graph
-    ours = step.sample_step(logits, padded, *rest, implementation=implementation)
+    ours = sample_step(logits, padded, *rest, implementation=implementation)
     assert torch.equal(ours[0], sampled) and torch.equal(ours[1], num_sampled)
     assert torch.equal(ours[2], batch.cu_num_logits.diff() - num_sampled)
-    some, counts, rejected = step.sample_step(*as_step(batch, prompts=2), implementation=implementation)
+    some, counts, rejected = sample_step(*as_step(batch, prompts=2), implementation=implementation)
     assert torch.equal(some[:2], sampled[:2]) and counts.tolist() == [*num_sampled[:2].tolist(), 0, 1]
     assert rejected[2:].tolist() == [0, 2] and some[3].tolist() == [int(sampled[3, 0]), -1, -1, -1, -1]

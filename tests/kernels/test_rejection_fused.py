@@ -9,10 +9,9 @@ import pytest
 import torch
 from batches import TRUNCATIONS, of_states
 from interpreted import DEVICE, INTERPRETED, assert_equals_reference, bytes_moved, needs_triton
-from vllm_specplugins.kernels.rejection import rejection_sample
+from vllm_specplugins.kernels.rejection import rejection_sample, sample_step
 from vllm_specplugins.kernels.rejection.arguments import Drafts, Result, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.inputs import Batch, as_step, make_batch, to_device
-from vllm_specplugins.kernels.rejection.step import sample_step
 from vllm_specplugins.kernels.rejection.truncation import thresholds
 
 # Whether q is dense.

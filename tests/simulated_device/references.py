@@ -33,12 +33,16 @@ def patch_kernels(patches: Any, note: Callable[..., None]) -> None:
 def patch_verification(patches: Any) -> None:
     """Replaces only the kernels that verify."""
     from vllm_specplugins.kernels import rejection
-    from vllm_specplugins.kernels.rejection import reference, step
+    from vllm_specplugins.kernels.rejection import reference
 
     from vllm_specplugins.engine.v2.verification import verify
 
     def sample_step(*arguments: Any, operation: Any) -> tuple[torch.Tensor, ...]:
-        run = step.sample_step if operation else as_launch(partial(step.sample_step, implementation="reference"))
+        run = (
+            rejection.sample_step
+            if operation
+            else as_launch(partial(rejection.sample_step, implementation="reference"))
+        )
         result: tuple[torch.Tensor, ...] = run(*arguments, operation=operation)
         return result
 

@@ -1,14 +1,18 @@
-"""Reserves a step's tokens for prompts and for all running requests. vLLM's scheduler reserves the tokens of each
-request's whole draft, independently of the number that the device verifies. Long drafts would leave no room for other
-requests and prompts."""
+"""Shortens drafts in the scheduler, so that a step has room for prompts and for all running requests, and few rows of
+masks for structured output. vLLM's scheduler reserves the tokens of each request's whole draft, independently of the
+number that the device verifies. Long drafts would leave no room for other requests and prompts."""
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
+from vllm_specplugins.engine.messages import NEVER, news_of
+
 _MANY = 256  # prompt tokens that make a step long
 _BESIDE = 32  # prompt tokens of such a step per draft token, so that drafts hardly delay a first token
+UNPROVEN = 5  # draft tokens of a request with structured output until more of its draft are accepted
 
 
 def _num_tokens(counts: Mapping[int, int], limit: int) -> int:
@@ -78,3 +82,54 @@ class MakesRoom:
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 total += count
         return max(0, min(total, room))
+
+
+class LimitsMasks:
+    """A mixin for vLLM's schedulers, synchronous ones (which get drafts) and asynchronous ones (which plan them). A
+    request with structured output gets few draft tokens until the target accepts more. The worker learns which drafts a
+    grammar has cut, since the target does not see the refused tokens."""
+
+    requests: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._cut: dict[str, int] = {}  # drafts of which the grammar refused the next token -> their lengths
+        self._num_tokens: dict[str, int] = {}  # numbers of tokens of requests with structured output, one step ago
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        if unproven := self._unproven(draft_token_ids.req_ids):
+            pairs = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True)
+            drafts = [draft[:UNPROVEN] if request_id in unproven else draft for request_id, draft in pairs]
+            draft_token_ids = replace(draft_token_ids, draft_token_ids=drafts)
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        for request_id, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            self._cut.pop(request_id, None)
+            request = self.requests.get(request_id)
+            if request is None or not request.use_structured_output or request.is_prefill_chunk or draft == NEVER:
+                continue
+            if len(request.spec_token_ids) < len(draft):
+                self._cut[request_id] = len(request.spec_token_ids)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        if not self._cut:
+            return
+        scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        news_of(scheduler_output).refused = tuple(
+            id_ for id_, length in self._cut.items() if id_ in scheduled and len(drafts.get(id_, ())) >= length
+        )
+        waiting = {id_: length for id_, length in self._cut.items() if id_ not in scheduled and id_ in self.requests}
+        self._cut = waiting
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)  # type: ignore[misc]
+        for request_id in self._unproven(draft_token_ids.req_ids):
+            request = self.requests[request_id]
+            request.spec_token_ids = request.spec_token_ids[:UNPROVEN]
+
+    def _unproven(self, request_ids: list[str]) -> set[str]:
+        """Returns the requests with structured output that emitted few tokens in the last step."""
+        requests = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        num_tokens = {request.request_id: request.num_tokens for request in requests if request.use_structured_output}
+        before, self._num_tokens = self._num_tokens, num_tokens
+        return {request_id for request_id, num in num_tokens.items() if num - before.get(request_id, num) <= UNPROVEN}

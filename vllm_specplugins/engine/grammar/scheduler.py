@@ -8,11 +8,11 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.config import methods_of, stage_names
-from vllm_specplugins.engine.emitted import CountsEmitted
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
-from vllm_specplugins.engine.masks import LimitsMasks
 from vllm_specplugins.engine.messages import NEVER, ForcedDraft, news_of
+from vllm_specplugins.engine.room import LimitsMasks
+from vllm_specplugins.engine.scheduler import CountsEmitted
 from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")

@@ -10,8 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.engine.adaptive.budget import AcceptProbs, new_accept_probs
-from vllm_specplugins.engine.v2.feedback.report import ArrivingLengths, AsyncCopy
-from vllm_specplugins.engine.v2.feedback.tally import Tally
+from vllm_specplugins.engine.v2.feedback.report import ArrivingLengths, AsyncCopy, Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.gate.drafter_length import NEW_REPORT
 from vllm_specplugins.kernels import acceptance

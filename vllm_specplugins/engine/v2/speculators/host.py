@@ -15,7 +15,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine.messages import DraftLengths
-from vllm_specplugins.engine.v2.feedback.tally import Tally
+from vllm_specplugins.engine.v2.feedback.report import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.isolation.exchange import spread

@@ -2,6 +2,7 @@
 all tokens of requests there: max_num_seqs x max_model_len x 4 bytes. A request's reference is copied once, when the
 request is added."""
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,45 @@ from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, 
 from vllm_specplugins.request_options import REFERENCE
 from vllm_specplugins.stage import Series, StageProposer
 from vllm_specplugins.structures.drafts import DraftArrays, columns
-from vllm_specplugins.structures.spans import SpanAllocator
 
 _ALIGNED = 16  # tokens; a reference begins at a multiple
+
+
+class SpanAllocator:
+    """Allocates spans of `size` places, all of which are free at first. It chooses the first free span that is large
+    enough.
+
+    >>> spans = SpanAllocator(10)
+    >>> spans.take(4), spans.take(4), spans.take(4)
+    (0, 4, None)
+    >>> spans.give_back(0, 4); spans.take(3)
+    0
+    """
+
+    def __init__(self, size: int):
+        self._free = [(0, size)]  # (start, end), in order, none adjacent to another
+
+    @property
+    def num_free(self) -> int:
+        return sum(end - start for start, end in self._free)
+
+    def take(self, size: int) -> int | None:
+        """Allocates a free span of this size and returns its start, or None if there is none."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        return None
+
+    def give_back(self, start: int, size: int) -> None:
+        insort(self._free, (start, start + size))
+        joined: list[tuple[int, int]] = []
+        for begin, end in self._free:
+            if joined and joined[-1][1] == begin:
+                joined[-1] = joined[-1][0], end
+            else:
+                joined.append((begin, end))
+        self._free = joined
 
 
 class TokenHistories(StageProposer):

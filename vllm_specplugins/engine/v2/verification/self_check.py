@@ -15,10 +15,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 from vllm_specplugins.engine import self_check
 from vllm_specplugins.engine.v2.verification.verify import FusedRejectionSampler
 from vllm_specplugins.engine.verify import EDITED_ROWS, edit_drafted
-from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
+from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample, sample_step
 from vllm_specplugins.kernels.rejection.adjust import adjust
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
-from vllm_specplugins.kernels.rejection.step import sample_step
 from vllm_specplugins.kernels.self_check import Finding, check_device, problem_of
 
 logger = init_logger(__name__)

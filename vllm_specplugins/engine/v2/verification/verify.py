@@ -21,8 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
 from vllm_specplugins.engine.verify import EDITED_ROWS
-from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
-from vllm_specplugins.kernels.rejection.step import sample_step
+from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample, sample_step
 
 # Of a step, in the order of vLLM's apply_sampling_params: expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
 # input_ids, expanded_local_pos, seq_lens_upper_bound_np.

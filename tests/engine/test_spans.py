@@ -2,7 +2,7 @@
 
 import random
 
-from vllm_specplugins.structures.spans import SpanAllocator
+from vllm_specplugins.engine.v2.speculators.token_histories import SpanAllocator
 
 
 def test_random_operations() -> None:
