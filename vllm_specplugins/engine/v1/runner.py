@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.draft import DraftBatch, Feedback
 from vllm_specplugins.engine.frontend.options import RequestLimits
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.messages import NEVER, news_of
@@ -26,7 +26,7 @@ from vllm_specplugins.engine.v1.edits import edit_of_drafts
 from vllm_specplugins.engine.v1.learning import Readings
 from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import target_of
-from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors, expand_batch_to_tokens, probs_of
+from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors, expand_batch_to_tokens
 from vllm_specplugins.engine.verify import verifies
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Target
@@ -201,7 +201,8 @@ class _Adapter:
         batch = replace(batch, target=self._target(rows, num_tokens, requests, *step), offer=offer)
         draft = self._session.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
-        self._save_q(batch, draft)
+        if self.verifier is not None:
+            self.verifier.save_q(batch.request_ids, draft.logits)
         for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):
             drafts[row] = tokens[:count] or drafts[row]
         return drafts
@@ -235,10 +236,3 @@ class _Adapter:
         if total == num_decoded:
             return Feedback(request_ids, num_draft, num_accepted, ms)
         return Feedback(request_ids, num_draft, num_accepted, mixed_ms=ms * num_decoded / total)
-
-    def _save_q(self, batch: DraftBatch, draft: Draft) -> None:
-        if self.verifier is not None:
-            self.verifier.save_q(batch.request_ids, draft.logits)
-        elif draft.logits is not None and batch.target is not None:
-            self._runner._draft_probs = probs_of(draft.logits, batch.target.sampling.temperature)
-            self._runner._draft_prob_req_ids = batch.request_ids

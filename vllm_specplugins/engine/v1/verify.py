@@ -204,9 +204,3 @@ def expand_batch_to_tokens(
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)
     return replaced.repeat_interleave(counts, output_size=num_tokens)
-
-
-def probs_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Returns q of the draft tokens, [num_reqs, K, vocab_size] float32; vLLM does not read it at temperature 0."""
-    scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
-    return torch.softmax(logits.float() / scale, dim=-1)
