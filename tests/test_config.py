@@ -346,16 +346,11 @@ STAGE = {"method": "cascade", "stages": [LOOKUP]}
         ({**STAGE, "draft-p-min": 0.5}, "draft-p-min is llama.cpp's; here it is gate."),
         ({**STAGE, "stages": [{"method": "NGRAM"}]}, "NGRAM is SGLang's; here it is prompt_lookup."),
         ({**STAGE, "policy": "first"}, "policy must be one of 'auto', 'verify', not 'first'."),
-        (
-            {**LOOKUP, "verification": "vllm"},
-            "verification was removed: leave it out; VLLM_SPECPLUGINS_VERIFICATION=vllm leaves it to vLLM, for a "
-            "diagnosis.",
-        ),
         ({**EXIT, "exit_layer": "auto"}, "exit_layer must be an integer from 1 to 10000, not 'auto'."),
     ],
 )
 def test_what_to_use_instead(config: dict[str, Any], end: str) -> None:
-    """Fails if a misspelt field or stage, a setting of another engine, or a removed field is refused
+    """Fails if a misspelt field or stage, or a setting of another engine is refused
     without the names that are allowed."""
     with pytest.raises(ConfigError, match=re.escape(end) + "$"):
         parse_config(config)

@@ -33,9 +33,6 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-# Removed fields -> the remedy.
-GONE = {"verification": "leave it out; VLLM_SPECPLUGINS_VERIFICATION=vllm leaves it to vLLM, for a diagnosis"}
-
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message is one sentence for the user."""
@@ -153,8 +150,6 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     "; prompt_lookup_max is vLLM's; here it is max_ngram."
     """
     names = list(names)
-    if (name_of := str(name)) in GONE:
-        return f"; {name_of} was removed: {GONE[name_of]}."
     engine, ours = ELSEWHERE.get(str(name).lstrip("-").replace("-", "_"), ("", ()))
     if match := next((our_name for our_name in ours if our_name in names), None):
         return f"; {name} is {engine}'s; here it is {match}."
