@@ -169,8 +169,8 @@ def test_lengths_that_change(engine: Any) -> None:
 
 @pytest.mark.skipif(not TAPES, reason="needs graphs")
 def test_files_of_a_step(engine: Any) -> None:
-    """Those of ours that a steady step of a lookup calls, without those that only a graph's recording calls: the goal is
-    32, also where a report of metrics is due. Kills: one more file in each step."""
+    """Those of ours that a steady step of a lookup calls, without those that only a graph's recording calls, and with
+    those of a report of metrics. The goal is 32. Kills: one more file in each step."""
     llm = engine(PROMPT_LOOKUP, async_scheduling=True)
     called = set[str]()
     for index, prompt in enumerate(mixed_prompts(str(DEMO_MODEL), 2)):

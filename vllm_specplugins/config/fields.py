@@ -33,7 +33,6 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-
 class ConfigError(ValueError):
     """The configuration cannot be used; the message is one sentence for the user."""
 
