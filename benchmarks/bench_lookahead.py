@@ -149,12 +149,7 @@ def main() -> int:
             num_steps = num_lookup_steps(text, len(prompt)), len(alone.steps), len(both.steps)
             counts += len(text) - len(prompt) - 1, *num_steps
             rows.append(
-                {
-                    "task": task,
-                    "prompt": prompt,
-                    "output": text[len(prompt) :],
-                    "steps": [alone.steps, both.steps],
-                }
+                {"task": task, "prompt": prompt, "output": text[len(prompt) :], "steps": [alone.steps, both.steps]}
             )
             if arguments.out:
                 lines = (json.dumps(row, separators=(",", ":")) for row in rows)

@@ -139,14 +139,7 @@ def page() -> str:
     """The page's text."""
     parts = [BEGINNING, "## Every method", *rows(CommonConfig), ""]
     for name, method in METHODS.items():
-        parts += [
-            f"## `{name}`",
-            "",
-            begun(summary(method.config).partition(": ")[2]),
-            "",
-            *rows(method.config),
-            "",
-        ]
+        parts += [f"## `{name}`", "", begun(summary(method.config).partition(": ")[2]), "", *rows(method.config), ""]
         if name == "early_exit":
             parts += ["`learn` may be a dictionary with these fields:", "", *rows(LearnConfig), ""]
     names = ", ".join(f"`{name}`" for name in BUILT_IN)

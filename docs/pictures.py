@@ -36,10 +36,7 @@ def fastest(rows: list[Facts], task: str, batch: int, method: str, policy: str |
     """The row of the fastest K of a method."""
     keys = f"combined_{task}", batch, method
     matching = [row for row in rows if (row["task"], row["batch"], row["method"]) == keys]
-    return max(
-        (row for row in matching if policy in (None, row["policy"])),
-        key=lambda row: row["speed_up"],
-    )
+    return max((row for row in matching if policy in (None, row["policy"])), key=lambda row: row["speed_up"])
 
 
 def dots(axes: Axes, names: Sequence[str], series: dict[str, tuple[str, list[tuple[float, float, float]]]]) -> None:

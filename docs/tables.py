@@ -83,10 +83,7 @@ def of_bench(bench: Facts) -> Facts:
 
 def of_host_step(host: Facts) -> Facts:
     """The figures of the null device."""
-    made = {
-        "clock": "CPU time of the engine's thread",
-        "interval": "least and largest of the rounds' minima",
-    }
+    made = {"clock": "CPU time of the engine's thread", "interval": "least and largest of the rounds' minima"}
     return {**made, **rounded(host)}
 
 
@@ -245,10 +242,7 @@ def performance_rows() -> str:
             speeds("prompt_lookup", *tasks),
             f"n-gram {speeds('ngram_gpu', *tasks)}",
         ]
-        for words, tasks in (
-            ("code edits", ["edits"]),
-            ("summaries, chat, maths", ["cnn", "sharegpt", "gsm8k"]),
-        )
+        for words, tasks in (("code edits", ["edits"]), ("summaries, chat, maths", ["cnn", "sharegpt", "gsm8k"]))
     ]
     if cascade_table(public):
         rule = f"TensorRT-LLM's rule {speeds(RULE, 'edits')}"

@@ -145,10 +145,7 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
 RENAMED = [
     ({"method": "prompt_lookup", "prompt_lookup_max": 5, "prompt_lookup_min": 2}, {"max_ngram": 5, "min_ngram": 2}),
     ({"method": "prompt_lookup", "prompt_lookup_max": 5, "rejection_sample_method": "standard"}, {"max_ngram": 5}),
-    (
-        {"method": "suffix_lookup", "suffix_decoding_max_tree_depth": 24},
-        {"num_speculative_tokens": 24},
-    ),
+    ({"method": "suffix_lookup", "suffix_decoding_max_tree_depth": 24}, {"num_speculative_tokens": 24}),
     ({"method": "custom", "model": "json.decoder.JSONDecoder"}, {"proposer": "json.decoder:JSONDecoder"}),
 ]
 
@@ -221,10 +218,7 @@ class Number:
 
 
 @pytest.mark.parametrize(
-    "name, sentence",
-    [
-        ("Number", "check_options of odd_classes:Number must be a function, not 5."),
-    ],
+    "name, sentence", [("Number", "check_options of odd_classes:Number must be a function, not 5.")]
 )
 def test_odd_classes(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a `check_options` that every request is refused by."""
@@ -365,19 +359,10 @@ def test_trees() -> None:
     for more, words in (
         ({"tree": 0}, "tree must be an integer from 1 to 31 or null, not 0"),
         ({"tree": 32}, "tree must be an integer from 1 to 31 or null, not 32"),
-        (
-            {"tree": 7, "num_speculative_tokens": 5},
-            "num_speculative_tokens must be 7, the value of tree, or left out",
-        ),
+        ({"tree": 7, "num_speculative_tokens": 5}, "num_speculative_tokens must be 7, the value of tree, or left out"),
         ({"tree": 7, "look_ahead": "/folder"}, "remove look_ahead: it is untested with tree"),
-        (
-            {"tree": 7, "draft_sample_method": "probabilistic"},
-            "set rejection 'rounds' if, and only if, tree is set",
-        ),
-        (
-            {"tree": 7, "rejection": "rounds"},
-            "set rejection 'rounds' if, and only if, tree is set",
-        ),
+        ({"tree": 7, "draft_sample_method": "probabilistic"}, "set rejection 'rounds' if, and only if, tree is set"),
+        ({"tree": 7, "rejection": "rounds"}, "set rejection 'rounds' if, and only if, tree is set"),
         (
             {"draft_sample_method": "probabilistic", "rejection": "rounds"},
             "set rejection 'rounds' if, and only if, tree is set",

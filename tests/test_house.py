@@ -25,14 +25,7 @@ TOOLS = (
     "vllm_specplugins/commands.py",
 )
 VAGUE = re.compile(r"(?<!at )\bmost\b|\b(own|found|kept|told|said|whose|nobody)\b", re.IGNORECASE)
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 class Feature(NamedTuple):

@@ -83,17 +83,7 @@ IN_ENGINE_MAY_IMPORT = {
         "vllm_api",
     },
     "learning": set(),
-    "v1": {
-        "built_in",
-        "frontend",
-        "grammar",
-        "hooks",
-        "learning",
-        "messages",
-        "session",
-        "target",
-        "verify",
-    },
+    "v1": {"built_in", "frontend", "grammar", "hooks", "learning", "messages", "session", "target", "verify"},
     "v2": {
         "adaptive",
         "built_in",

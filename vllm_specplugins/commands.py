@@ -144,12 +144,7 @@ def _collect(add: Add) -> None:
     Without the server's command line or --speculative-config, the diagnosis covers only the installation.
     """
     add("--url", "address of the server", default="http://localhost:8000")
-    add(
-        "--log",
-        "log file of the server; the bundle gets its warnings and lines about speculation",
-        Path,
-        shown="none",
-    )
+    add("--log", "log file of the server; the bundle gets its warnings and lines about speculation", Path, shown="none")
     add("--speculative-config", "the server's --speculative-config", dictionary, shown="none", metavar="JSON")
     add("--out", "new file for the bundle", Path, required=True)
     add("serve", "the server's command line, as in -- vllm serve MODEL FLAGS", nargs="*", metavar="ARGUMENT")
@@ -161,13 +156,7 @@ def _build_store(add: Add) -> None:
     Example: %(prog)s --tokenizer MODEL --dataset-path logs/*.jsonl --out store.bin
     """
     _model(add, "--tokenizer", required=True)
-    add(
-        "--dataset-path",
-        f"{DATA}; a full store keeps the later texts",
-        Path,
-        nargs="+",
-        required=True,
-    )
+    add("--dataset-path", f"{DATA}; a full store keeps the later texts", Path, nargs="+", required=True)
     add("--out", "file for the store, which the field store_path names", Path, required=True)
     add(
         "--cache-salt",
@@ -190,13 +179,7 @@ def _bench(add: Add) -> None:
     names = "workloads: edit, summary, maths, chat, retrieval, translation, extraction, agent"
     add("--workloads", names, listed(str.strip), shown="the first four, if --dataset-path is not given")
     add("--dataset-path", DATA, Path, [], "none", nargs="+")
-    add(
-        "--max-concurrency",
-        "numbers of concurrent requests, for example 1,4",
-        listed(whole(1, 4096)),
-        [1],
-        "1",
-    )
+    add("--max-concurrency", "numbers of concurrent requests, for example 1,4", listed(whole(1, 4096)), [1], "1")
     add("--temperature", "temperatures, for example 0,0.8", listed(temperature), [0.0], "0")
     add("--ignore-eos", "ignore end tokens, so that each output has the maximum length", bool)
     add("--engine-args", "additional arguments of vllm.LLM for all engines", dictionary, {}, metavar="JSON")
@@ -222,13 +205,7 @@ def _replay(add: Add) -> None:
     add("--methods", words, default=[], shown="all methods that read only token ids", nargs="+", metavar="METHOD")
     ladder = "3,5,8,12,15,24,31,48,64, while the speed rises"
     add("--num-draft", "values of K to try", listed(whole(1, 64)), shown=ladder)
-    add(
-        "--max-concurrency",
-        "numbers of concurrent requests, for example 1,32",
-        listed(whole(1, 4096)),
-        [1],
-        "1",
-    )
+    add("--max-concurrency", "numbers of concurrent requests, for example 1,32", listed(whole(1, 4096)), [1], "1")
     add("--requests", "number of requests to read", count, 2000)
     add("--by-file", "report each file of --dataset-path separately", bool)
     words = "read only requests with even or odd ids; the line number replaces a missing id"
@@ -247,12 +224,7 @@ def _replay(add: Add) -> None:
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     add("--rounds", "measured rounds, after one warm-up", whole(1, 1000), rounds)
-    add(
-        "--num-prompts",
-        "number of prompts per round, at least the number of concurrent requests",
-        layer,
-        prompts,
-    )
+    add("--num-prompts", "number of prompts per round, at least the number of concurrent requests", layer, prompts)
     words = "length of prompts that are cut from texts, in tokens"
     add("--prompt-tokens", words, whole(16, 1_000_000), 256)
     shown = str(tokens or "64; with --trace the length in the log")

@@ -19,12 +19,7 @@ from vllm_specplugins.config import (
 from vllm_specplugins.config.aliases import with_our_names
 from vllm_specplugins.config.lengths import with_default_length
 from vllm_specplugins.config.trees import with_tree
-from vllm_specplugins.custom import (
-    Registered,
-    import_object,
-    option_checks,
-    registrations,
-)
+from vllm_specplugins.custom import Registered, import_object, option_checks, registrations
 from vllm_specplugins.methods import BUILT_IN, METHODS, drafters, forces_tokens
 
 

@@ -114,10 +114,7 @@ def newest(
 
 
 def join(
-    first: tuple[Any, Any, Any],
-    second: tuple[Any, Any, Any],
-    continues: bool,
-    implementation: str | None = None,
+    first: tuple[Any, Any, Any], second: tuple[Any, Any, Any], continues: bool, implementation: str | None = None
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Makes one draft of two stages' tokens [R, any number] int32, of which the second may have fewer columns, the
     lengths of their drafts, [R] int32, and their confidence: a probability below 1 or the length of a match, int or

@@ -18,10 +18,7 @@ from conftest import ALL, DEMO_MODEL, RUNNER
 from doc_blocks import PAGES, ROOT, Folder, blocks, check, check_data
 from openai_server import served
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(RUNNER == "v2", reason="a user types the same on both runners"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="a user types the same on both runners")]
 PROPOSER = ROOT / "docs" / "write-a-proposer.md"
 NAME = "Qwen/Qwen3-8B"  # the demo model serves under this name
 SERVED_BY = {"structured-output.md": "structured-output.md"}  # of the two servers; else getting-started.md's

@@ -221,11 +221,7 @@ def exit_of(folder: Path, **head: int) -> dict[str, Any]:
         (exit_of, {"exit_layer": 2}, "a head whose exit_layer is 1, not 2"),
         (exit_of, {"hidden_size": 128}, "a head whose hidden_size is 256, not 128"),
         (exit_of, {"vocab_size": 99}, "a head whose vocab_size is 3072, not 99"),
-        (
-            lambda _: {**early_exit(1), "exit_head": "/nowhere"},
-            {},
-            "a folder with the config.json of a head, not",
-        ),
+        (lambda _: {**early_exit(1), "exit_head": "/nowhere"}, {}, "a folder with the config.json of a head, not"),
         (jump_of, {"num_layers": NUM_LAYERS + 1}, f"a head whose num_layers is {NUM_LAYERS}, not {NUM_LAYERS + 1}"),
         (jump_of, {"hidden_size": 128}, "a head whose hidden_size is 256, not 128"),
         (jump_of, {"late_layer": NUM_LAYERS + 1}, f"a head whose late_layer is from early_layers to {NUM_LAYERS}, not"),

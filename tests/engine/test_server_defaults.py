@@ -85,11 +85,7 @@ def fitting(config: dict[str, Any], gib: float, monkeypatch: pytest.MonkeyPatch,
     ],
 )
 def test_default_length(
-    gib: float,
-    sizes: dict[str, Any],
-    length: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    gib: float, sizes: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fails if a limit is not looked at, or if the log does not name both copies of the bitmasks."""
     with caplog.at_level("INFO", "vllm.specplugins"):

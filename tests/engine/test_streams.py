@@ -79,10 +79,7 @@ def reasoning_cases(name: str) -> Iterator[Case]:
         line, calls = "\n" if end.startswith("</") else "", family["calls"]
         tool, thinks = row["tools"].split("/")[0], f"assistant\n{start}"
         case = partial(
-            Case,
-            (*row["tokens"], *family["tokens"]),
-            reasoning=name,
-            template_kwargs=row.get("template_kwargs"),
+            Case, (*row["tokens"], *family["tokens"]), reasoning=name, template_kwargs=row.get("template_kwargs")
         )
         yield case(f"{start}Yes.{end}{before}Four.{after}")
         yield case(f"Yes.{end}{calls.get('twice', calls['short'])}", prompt=thinks, tool=tool)

@@ -124,9 +124,6 @@ def test_modes() -> None:
     """Fails if a word is taken for a mode, or engines that wait for each other may draft unequally."""
     assert [switch.checked_mode(mode, 1) for mode in ("none", "auto")] == ["none", "auto"]
     assert switch.checked_mode("auto", 2) == "auto"
-    for mode, size, words in (
-        ("off", 1, "mode must be 'none' or 'auto', not"),
-        ("none", 2, "data_parallel_size"),
-    ):
+    for mode, size, words in (("off", 1, "mode must be 'none' or 'auto', not"), ("none", 2, "data_parallel_size")):
         with pytest.raises(ValueError, match=words):
             switch.checked_mode(mode, size)

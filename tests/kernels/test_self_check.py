@@ -87,7 +87,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int]]]] = {
         ("no such function", "tl.where(largest > 0, place, 0)", "tl.nowhere(place)", ("lookup", 2100))
     ],
     "acceptance/fused.py": [
-        ("no such function", "old_tried * _DECAY + tried", "tl.nowhere(old_tried)", ("acceptance", 2100)),
+        ("no such function", "old_tried * _DECAY + tried", "tl.nowhere(old_tried)", ("acceptance", 2100))
     ],
     "steps/fused.py": [
         ("padding", "slots < num_slots, slots", "slots <= num_slots, slots", ("rows", 2100)),

@@ -14,14 +14,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Offer, ProposerContext
 from vllm_specplugins.structures.arrays import view
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.data import samples
-from vllm_specplugins.tools.replay.candidates import (
-    ALWAYS,
-    LONG_MATCH,
-    NGRAM_GPU,
-    Fixed,
-    candidates,
-    match_end,
-)
+from vllm_specplugins.tools.replay.candidates import ALWAYS, LONG_MATCH, NGRAM_GPU, Fixed, candidates, match_end
 from vllm_specplugins.tools.replay.costs import CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.drafter import Drafter

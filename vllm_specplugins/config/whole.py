@@ -5,11 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
 from vllm_specplugins.config.fields import ConfigError, brief, check_fields, check_names, choice, integer, is_integer
-from vllm_specplugins.config.proposers import (
-    CascadeConfig,
-    EarlyExitConfig,
-    StageConfig,
-)
+from vllm_specplugins.config.proposers import CascadeConfig, EarlyExitConfig, StageConfig
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
 SHORT = 5  # default of K for a method that needs a model's pass for a token

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.specplugins")
 
-_BASES = {
-    "GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
-    "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
-}
+_BASES = {"GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"), "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker")}
 
 
 def __getattr__(name: str) -> Any:

@@ -185,12 +185,7 @@ class ModelProposer(StageProposer):
         return logits
 
     def choose(
-        self,
-        target: Target,
-        states: torch.Tensor,
-        prefix: Prefix,
-        rates: bool = False,
-        needs_logits: bool = False,
+        self, target: Target, states: torch.Tensor, prefix: Prefix, rates: bool = False, needs_logits: bool = False
     ) -> tuple[Chosen, torch.Tensor | None]:
         """Returns the tokens after states [N, H], and all logits [N, V] if their computation is necessary."""
         if self.head is None and self.is_greedy and target.edit is None and not (rates or needs_logits):

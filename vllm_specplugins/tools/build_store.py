@@ -8,13 +8,7 @@ from functools import partial
 import numpy as np
 from rich.console import Console
 
-from vllm_specplugins.structures.suffix.store_file import (
-    StoredText,
-    StoreFile,
-    fingerprint,
-    record,
-    tenant_of,
-)
+from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint, record, tenant_of
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.data import answered
 from vllm_specplugins.tools.progress import progress

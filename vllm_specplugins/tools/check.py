@@ -19,15 +19,7 @@ from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.device import DeviceTexts, checked_draft
-from vllm_specplugins.draft import (
-    PROTOCOL_VERSION,
-    Draft,
-    DraftBatch,
-    Feedback,
-    Int32Array,
-    Proposer,
-    ProposerContext,
-)
+from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.engine.harness.text import services
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import DID, MAX_FAULTS, TRACEBACK, fault_of, logger

@@ -120,10 +120,7 @@ def _with_method(
     wanted = wanted_schedule(config, asked, engine_args.pipeline_parallel_size)
     build = partial(spec_config.build, config, engine_args, usage_context)
     ours = {"_specplugins_build": build, "async_scheduling": wanted} | trees.backend(config, engine_args)
-    with (
-        replaced(engine_args, ours),
-        scheduling.may_be_asynchronous(config.method),
-    ):
+    with replaced(engine_args, ours), scheduling.may_be_asynchronous(config.method):
         vllm_config = original(engine_args, usage_context, *args, **kwargs)
     compat.check_installed("v2" if vllm_config.use_v2_model_runner else "v1")
     trees.check_trees(vllm_config)

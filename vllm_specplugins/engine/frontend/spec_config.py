@@ -12,12 +12,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 from vllm.platforms import current_platform
 
-from vllm_specplugins.config import (
-    ConfigError,
-    SpecConfig,
-    StageConfig,
-    sample_methods,
-)
+from vllm_specplugins.config import ConfigError, SpecConfig, StageConfig, sample_methods
 from vllm_specplugins.config.built_in import built_in_stage
 from vllm_specplugins.config.lengths import with_length_for_target
 from vllm_specplugins.engine.built_in import reads_lengths_on_host, speculative_config_of

@@ -36,12 +36,7 @@ class Learner:
     an exit has read."""
 
     def __init__(
-        self,
-        part: Part,
-        config: LearnConfig,
-        end: ServedEnd,
-        num_draft: int,
-        exits: ExitStates | None = None,
+        self, part: Part, config: LearnConfig, end: ServedEnd, num_draft: int, exits: ExitStates | None = None
     ):
         self._part, self._config, self.exits = part, config, exits
         like, num_draft = next(part.parameters()), min(num_draft, MAX_DRAFT)

@@ -62,10 +62,7 @@ TOP_K, TOP_P, MIN_P = {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}
 CUTS = {**TOP_K, **TOP_P, **MIN_P}
 REPETITION = {"repetition_penalty": 1.7}
 PENALTIES = {**REPETITION, "presence_penalty": 0.8, "frequency_penalty": 0.6}
-REWARDS = {
-    "presence_penalty": -1.5,
-    "frequency_penalty": -1.0,
-}  # repeats are likely, so a gap in a history shows
+REWARDS = {"presence_penalty": -1.5, "frequency_penalty": -1.0}  # repeats are likely, so a gap in a history shows
 BIAS = {"logit_bias": {2: 1.5, 7: -3.0, 9: 2.5}}
 ALLOWED = {"allowed_token_ids": [0, 2, 3, 5, 6, 8]}
 MIN_TOKENS = {"stop_token_ids": [0, 6], "min_tokens": 2}

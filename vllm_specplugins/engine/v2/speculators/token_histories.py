@@ -94,11 +94,7 @@ class TokenHistories(StageProposer):
                 self._spans.give_back(*self._taken.pop(request_id))
 
     def match(
-        self,
-        slots: torch.Tensor,
-        limits: torch.Tensor,
-        longest: int | None,
-        prefix: DraftArrays | None = None,
+        self, slots: torch.Tensor, limits: torch.Tensor, longest: int | None, prefix: DraftArrays | None = None
     ) -> Match:
         """Returns the match of each row, after the tokens of a prefix. `longest` is an upper bound of a text's length;
         None while a graph is recorded, which must handle any text."""
