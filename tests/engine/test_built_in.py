@@ -295,7 +295,8 @@ def test_another_length_in_each_step(engine: Any, prompts: Any, expected: Any, m
 
 @pytest.mark.skipif(RUNNER == "v2", reason="its drafter drafts all K tokens, or one")
 def test_a_fault_of_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: `offer_length` inside of the drafter's guard, where a fault of ours switches the drafter off."""
+    """Kills: `offer_length` inside of the drafter's guard, where a fault of ours switches the drafter off; a step that
+    reads fewer prompt tokens than a whole draft has, whose time counts as that of decoding."""
     from vllm_specplugins.engine.v1.built_in import BuiltInDrafter
 
     stage = {"method": "draft_model", "model": "m", "num_speculative_tokens": 2}
@@ -315,21 +316,24 @@ def test_a_fault_of_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         effective_drafter_max_model_len=64, max_model_len=64, device="cpu", input_batch=rows,
     )  # fmt: skip
     drafter, scheduled = BuiltInDrafter(runner, barrier), SimpleNamespace(num_spec_tokens_to_schedule=K)
-    scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens = {"a": 1}, {}
-    scheduled.total_num_scheduled_tokens = 1
+    scheduled.num_scheduled_tokens = {"a": 1}
     batch, none = DraftBatch(["a"], [np.array([1, 2], np.int32)], np.array([K], np.int32), [{}]), np.zeros(1, np.int32)
 
-    def offers() -> Any:
+    def offers(num_prompt: int = 0, num_draft: int = 0) -> Any:
         barrier.guard.begin_step()
+        scheduled.scheduled_spec_decode_tokens = {"a": [7] * num_draft}
+        scheduled.total_num_scheduled_tokens = 1 + num_draft + num_prompt
         return drafter.draft(batch, none, [0], scheduled, [[2]], SimpleNamespace(max_seq_len=2), None)
 
-    assert offers().draft.token_ids.tolist() == [[7, 7]]
+    steps = [offers(), offers(num_draft=K), offers(num_prompt=1), offers(num_prompt=1, num_draft=K - 1)]
+    assert [offer.has_prompt for offer in steps] == [False, False, True, True]
+    assert steps[0].draft.token_ids.tolist() == [[7, 7]]
     with monkeypatch.context() as patch:
         patch.setattr(Gate, "offer_length", lambda *_: 1 / 0)
         assert [offers().draft.token_ids.shape for _ in range(MAX_FAULTS + 1)] == [(1, 0)] * (MAX_FAULTS + 1)
     ours, theirs = barrier.totals(), barrier.totals().stages["1 draft_model"]
     assert (ours.faults, ours.switched_off) == ({RAISED: MAX_FAULTS}, True)
-    assert (theirs.faults, theirs.switched_off) == ({}, False) and asked == [2, *[0] * (MAX_FAULTS + 1)]
+    assert (theirs.faults, theirs.switched_off) == ({}, False) and asked == [2] * 4 + [0] * (MAX_FAULTS + 1)
 
 
 def change_drafter(llm: Any, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], Any]) -> Iterator[int]:

@@ -1,39 +1,34 @@
-"""No string of a client selects a mode of the engine: ids, salts, stop strings. No engine runs here;
-test_dummy_runs.py sends ids as vLLM's warm-up has them to one."""
+"""No string of a client selects a mode of the engine: ids, salts, models, tools, stop strings. No engine runs here;
+test_dummy_runs.py sends ids as vLLM's warm-up has them to one, and tests/soak/client_strings.py all to a server."""
 
 import ast
-import re
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import vllm
-from conftest import RUNNER
+from client_strings import strings
+from conftest import DEMO_MODEL, RUNNER
 from test_entrances import core
+from test_intake import Configured, Sizes
+from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_specplugins.engine.frontend.entrances import _with_checked_options
-from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options
+from vllm_specplugins.engine.frontend.prediction import _with_prediction
 from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 WITHOUT_TAPES = "no engine"
 OURS = sorted(Path(__file__).parents[2].glob("vllm_specplugins/**/*.py"))
-VLLMS = [path for part in ("core", "engine", "worker") for path in (Path(vllm.__path__[0]) / "v1" / part).rglob("*.py")]
 READS = ("startswith", "endswith", "removeprefix", "removesuffix", "find", "partition", "rpartition", "split", "search")
-CLIENTS = ("req_id", "request_id", "cache_salt", "tenant", "stop_strings", "arrival")
-
-
-@cache
-def strings() -> list[str]:
-    """The constants of our code and of vLLM's engine, alone and as the beginning of a longer string."""
-    texts = (path.read_text() for path in OURS + VLLMS)
-    constants = {constant for text in texts for constant in re.findall(r'"([^"\\\s{}]{1,40})(?=["{])', text)}
-    assert {"_warmup_", "_v2_mixed_warmup", "default"} < constants
-    return sorted(constants | {f"{constant}x" for constant in constants})
+NOT_IN_SALTS = str.maketrans("", "", "@/\\")
+CLIENTS = ("req_id", "request_id", "cache_salt", "tenant", "stop_strings", "arrival", "lora_name", "tool_choice")
 
 
 def is_constant(node: ast.expr, names: set[str]) -> bool:
@@ -72,17 +67,42 @@ def test_no_code_compares() -> None:
 
 @pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 def test_salts_and_ids_at_the_entrance() -> None:
-    """Kills: a salt, an id or a stop string that changes more of a request's options than its tenant, and two salts
-    that have one tenant."""
+    """Kills: a salt, an id, an adapter's name or a stop string that changes more of a request's options than its
+    tenant, and two salts that have one tenant."""
     engine, tenants = core(method="suffix_lookup"), set()
     for string in strings():
         params = SamplingParams(stop=[string], extra_args={"specplugins": {"max_draft": 2}, "other": 1})
-        request = EngineCoreRequest(string, [1, 2], None, params, None, 0.0, None, string, None)
+        adapter = LoRARequest(string, 1, string)
+        request = EngineCoreRequest(string, [1, 2], None, params, None, 0.0, adapter, string, None)
         taken: Any = _with_checked_options(lambda self, request: request, engine, request)
         options = dict(request_options(taken.sampling_params))
         tenants.add(options.pop("tenant"))
         assert options == {"max_draft": 2}, string
     assert len(tenants) == len(strings()) and tenants == set(map(tenant_of, strings()))
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+def test_fields_of_a_chat() -> None:
+    """Kills: a model, a tool, a role's name, a stop string, a user, an id, a key beside ours or the text of a
+    prediction that changes another option of the request, or that vLLM's parameters lose."""
+    tokenizer = AutoTokenizer.from_pretrained(str(DEMO_MODEL))
+    resolver = OptionsResolver(Configured(method="suffix_lookup"), Sizes(), tokenizer)
+    for string in strings():
+        beside = {} if string.startswith("specplugins") else {string: string}
+        tool = {"type": "function", "function": {"name": string, "description": string, "parameters": {}}}
+        fields = {"model": string, "user": string, "request_id": string, "stop": [string]}
+        fields["cache_salt"] = string.translate(NOT_IN_SALTS) or "x"
+        chat = ChatCompletionRequest(
+            **fields, messages=[{"role": "user", "name": string, "content": string}],
+            tools=[tool], tool_choice={"type": "function", "function": {"name": string}},
+            vllm_xargs={**beside, "specplugins": '{"max_draft":2}'},
+            prediction={"type": "content", "content": string},
+        )  # type: ignore[arg-type]  # fmt: skip
+        params = _with_prediction(ChatCompletionRequest.to_sampling_params, chat, 9, {})
+        extra = resolver.resolved(params).extra_args
+        options = dict(request_options(SamplingParams(extra_args=extra)))
+        assert options.pop("reference").tolist() == tokenizer.encode(string, add_special_tokens=False), string
+        assert options == {"max_draft": 2} and extra.items() >= beside.items() and params.stop == [string]
 
 
 @pytest.mark.skipif(RUNNER == "v1", reason="of V2")

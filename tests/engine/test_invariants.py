@@ -3,7 +3,9 @@
 A row of the table is a method, the engine that it runs in, and what must be accepted of its drafts.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,12 +80,14 @@ def test_outputs_and_acceptance(
     embedding that is seen by what stands before it (look-ahead); drafts that write past their own blocks, for want of
     lookahead slots, into another request's; a history that misses a resumed request's output (lookup); a stage that
     runs over another request's rows or history, or drafts beyond the reserved slots; steps or draft tokens that are
-    counted though nobody gets them, or not counted; a session's turn that goes on after tokens that were dropped.
+    counted though nobody gets them, or not counted; a session's turn that goes on after tokens that were dropped; a
+    preempted or ended request that is not forgotten.
     """
     case = CASES[name]
     llm = engine(case.config(tmp_path), **(case.arguments or {}), async_scheduling=asynchronous)
     before, progress_before = spec_metrics(llm), progress(llm)
-    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    with watched(llm):
+        assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     after = spec_metrics(llm)
     drafts, drafted, accepted = (after[key] - before[key] for key in ("drafts", "draft_tokens", "accepted_tokens"))
     in_vain = K * len(prompts) if asynchronous else 0  # a request's last draft, planned before it was known to end
@@ -94,15 +98,48 @@ def test_outputs_and_acceptance(
     longest = llm.llm_engine.vllm_config.num_speculative_tokens
     assert case.accepted != "first" or drafted > (longest - 1) * drafts >= 0, "all of a pass, but near the end"
     if case.arguments:
-        assert generate(llm, prompts[:FIRST], [3, 5], max_tokens=NUM_TOKENS) == expected[:FIRST], (
-            "from the prefix cache"
-        )
+        with watched(llm):
+            again = generate(llm, prompts[:FIRST], [3, 5], max_tokens=NUM_TOKENS)
+        assert again == expected[:FIRST], "from the prefix cache"
         assert spec_metrics(llm)["preemptions"] > 0
     answers = expected + expected[:FIRST] * bool(case.arguments)
     check_counted(llm, progress_before, answers)
     check_counters(llm, len(answers), "gated" in name)
     check_ends(llm, prompts[-8:], expected[-8:])
     check_session(llm, prompts[3], 7, stop_token_ids=[expected[3][4]])
+
+
+@contextmanager
+def watched(llm: Any) -> Iterator[None]:
+    """Checks that each scheduled request has blocks for the KV of its next draft, and that each request that ends or is
+    preempted is forgotten."""
+    core = llm.llm_engine.engine_core.engine_core
+    scheduler, config = core.scheduler, core.vllm_config
+    worker = core.model_executor.driver_worker.worker
+    owner, name = (worker._session.barrier, "forget") if RUNNER == "v1" else (worker.model_runner.speculator, "remove")
+    schedule, forget = scheduler.schedule, getattr(owner, name)
+    room = config.num_speculative_tokens if config.speculative_config.runs_target else 0
+    gone, forgotten = Counter[str](), Counter[str]()
+
+    def scheduled(*args: Any, **named: Any) -> Any:
+        output = schedule(*args, **named)
+        gone.update(output.finished_req_ids | (output.preempted_req_ids or set()))
+        for request_id in output.num_scheduled_tokens:
+            needed = min(scheduler.requests[request_id].num_computed_tokens + room, config.model_config.max_model_len)
+            for blocks in scheduler.kv_cache_manager.get_block_ids(request_id):
+                assert len(blocks) * scheduler.block_size >= needed, "a draft's KV has no blocks"
+        return output
+
+    def forgets(request_ids: Any, *texts: Any) -> None:
+        forgotten.update(request_ids)
+        forget(request_ids, *texts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", scheduled)
+        patch.setattr(owner, name, forgets)
+        yield
+        progress(llm)  # steps without a request
+    assert gone and not gone - forgotten
 
 
 def check_counters(llm: Any, num_requests: int, is_gated: bool) -> None:

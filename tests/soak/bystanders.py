@@ -2,18 +2,23 @@
 
     python tests/soak/bystanders.py grammar [--pairs 5]
     python tests/soak/bystanders.py remote [--pairs 5]
+    python tests/soak/bystanders.py scrapes [--pairs 5]
 
 `grammar`: the worst second of clients that stream while one sends hostile grammars, against the same requests without a
 grammar; of a server with `grammar`, and of one without speculation, whose ratio is vLLM's own. `remote`: what others
-accept of a second server's drafts while one client asks what that may refuse. Ends with status 1 if there is a problem.
+accept of a second server's drafts while one client asks what that may refuse. `scrapes`: as `grammar`, while the
+metrics of the engine's port are read ten times a second. Ends with status 1 if there is a problem.
 """
 
 import argparse
 import asyncio
 import json
+import os
+import socket
 import statistics
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -33,7 +38,13 @@ ATTACKS: dict[str, Any] = {
 }
 SECONDS = 8.0
 CLIENTS = 3
+LEAST = 1 / 1.2  # of the others' speed
+SCRAPES = 10  # a second
+CONFIG = {"method": "prompt_lookup", "gate": "off"}
 EVERY_S = 0.25  # a hostile request; without a pause, those that are drafted for would be asked more often than others
+
+
+Beside = Callable[[float], Awaitable[None]]  # what goes on until this time
 
 
 async def bystanders(num_pairs: int) -> list[str]:
@@ -43,25 +54,42 @@ async def bystanders(num_pairs: int) -> list[str]:
     servers["without speculation"] = Asked(None, "bystanders-plain", CONFIGS["compact"][0])
     for name, server in servers.items():
         async with server.up():
-            await load(server, {}, 3.0)
+            await load(server, asks(server, {}), 3.0)
             for attack, fields in ATTACKS.items():
-                ratios = []
-                for pair in range(num_pairs):
-                    arms = {"with": {"structured_outputs": fields}, "without": {}}
-                    order = sorted(arms, reverse=bool(pair % 2))
-                    found = {arm: await load(server, arms[arm], SECONDS) for arm in order}
-                    ratios.append([found["with"][part] / found["without"][part] for part in range(2)])
-                worst, mean = (statistics.median(part) for part in zip(*ratios, strict=True))
-                print(
-                    f"{name}, {attack}: worst second {worst:.3f} of that without, mean {mean:.3f}; {ratios}", flush=True
-                )
-                if name == "ours" and worst < 1 / 1.2:
+                with_it, without = asks(server, {"structured_outputs": fields}), asks(server, {})
+                worst = await compared(server, f"{name}, {attack}", with_it, without, num_pairs)
+                if name == "ours" and worst < LEAST:
                     problems.append(f"{attack}: worst second {worst:.3f}")
     return problems
 
 
-async def load(server: Asked, fields: Body, seconds: float) -> tuple[float, float]:
-    """Tokens of the others in their worst second, and in a mean one, while one client asks with these fields."""
+async def compared(server: Asked, name: str, with_it: Beside, without: Beside, num_pairs: int) -> float:
+    """Prints and returns the others' worst second beside one thing, as a share of that beside the other."""
+    ratios = []
+    for pair in range(num_pairs):
+        arms = {"with": with_it, "without": without}
+        found = {arm: await load(server, arms[arm], SECONDS) for arm in sorted(arms, reverse=bool(pair % 2))}
+        ratios.append([found["with"][part] / found["without"][part] for part in range(2)])
+    worst, mean = (statistics.median(part) for part in zip(*ratios, strict=True))
+    print(f"{name}: worst second {worst:.3f} of that without, mean {mean:.3f}; {ratios}", flush=True)
+    return worst
+
+
+def asks(server: Asked, fields: Body) -> Beside:
+    """One client, with these fields."""
+
+    async def beside(end: float) -> None:
+        begin = time.monotonic()
+        for number in range(int((end - begin) / EVERY_S)):
+            await asyncio.sleep(max(0.0, begin + number * EVERY_S - time.monotonic()))
+            if time.monotonic() < end:
+                await server.ask("completions", posted({"prompt": "x", "ignore_eos": True, **fields}, 48))
+
+    return beside
+
+
+async def load(server: Asked, beside: Beside, seconds: float) -> tuple[float, float]:
+    """Tokens of the others in their worst second, and in a mean one."""
     times: list[tuple[float, int]] = []
     end = time.monotonic() + seconds
 
@@ -78,17 +106,35 @@ async def load(server: Asked, fields: Body, seconds: float) -> tuple[float, floa
                         choices = json.loads(line[6:])["choices"]
                         times.append((time.monotonic(), sum(len(one.get("token_ids") or ()) for one in choices)))
 
-    async def hostile() -> None:
-        for number in range(int(seconds / EVERY_S)):
-            await asyncio.sleep(max(0.0, end - seconds + number * EVERY_S - time.monotonic()))
-            if time.monotonic() < end:
-                await server.ask("completions", posted({"prompt": "x", "ignore_eos": True, **fields}, 48))
-
-    await asyncio.gather(hostile(), *map(stream, range(CLIENTS)))
+    await asyncio.gather(beside(end), *map(stream, range(CLIENTS)))
     begin = end - seconds
     windows = [begin + 1 + 0.25 * step for step in range(int((seconds - 2) * 4))]
     counts = [sum(num for at, num in times if start <= at < start + 1) for start in windows]
     return min(counts) + 1e-9, statistics.mean(counts)
+
+
+async def scrapes(num_pairs: int) -> list[str]:
+    """Prints the others' speed while a client reads the port of the engine's metrics."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ["VLLM_SPECPLUGINS_METRICS_PORT"] = str(port)
+    server, read = Asked(CONFIG, "bystanders-scrapes"), [0]
+
+    async def beside(end: float) -> None:
+        async with aiohttp.ClientSession() as session:
+            while time.monotonic() < end:
+                async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+                    read[0] += bool(await answer.read())
+                await asyncio.sleep(1 / SCRAPES)
+
+    async with server.up():
+        await load(server, asks(server, {}), 3.0)
+        worst = await compared(server, f"{SCRAPES} scrapes a second", beside, nothing, num_pairs)
+    print(f"{read[0]} scrapes", flush=True)
+    return [f"scrapes: worst second {worst:.3f}"] if worst < LEAST else []
+
+
+async def nothing(end: float) -> None: ...
 
 
 JSON = {"Content-Type": "application/json"}
@@ -144,13 +190,16 @@ async def accepted_beside(server: Asked, fields: Body, seconds: float) -> float:
     return statistics.mean(found)
 
 
+RUNS = {"grammar": bystanders, "remote": remote, "scrapes": scrapes}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("of", choices=("grammar", "remote"))
+    parser.add_argument("of", choices=RUNS)
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     LOGS.mkdir(parents=True, exist_ok=True)
-    return told(asyncio.run((bystanders if args.of == "grammar" else remote)(args.pairs)))
+    return told(asyncio.run(RUNS[args.of](args.pairs)))
 
 
 if __name__ == "__main__":

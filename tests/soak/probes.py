@@ -8,14 +8,12 @@ grammars.py and peers.py. Ends with status 1 if there is a problem.
 """
 
 import argparse
-import ctypes
 import errno
 import json
 import logging
 import os
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,6 +28,7 @@ from typing import Any
 import numpy as np
 from grammars import grammars
 from peers import PEERS
+from system_acts import ACTS, COPIES
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
@@ -125,50 +124,6 @@ def files(rng: random.Random, count: int) -> Problems:
                 problem = f"{type(error).__name__}: {error} for {file.read_bytes()[:200]!r}"
             yield problem or (f"{time.monotonic() - began:.0f} s" if time.monotonic() - began > 20 else None)
             file.unlink()
-
-
-def _raise_in(name: str) -> None:
-    """An exception in the thread that drafts now, or in one that a step needs."""
-    for thread in threading.enumerate():
-        if thread.name == name and thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RuntimeError))
-
-
-COPIES: list[int] = []
-
-
-def _fork() -> None:
-    if copy := os.fork():
-        COPIES.append(copy)  # which goes on as an engine would
-
-
-def _recurse() -> None:
-    _recurse()
-
-
-def _use_up_files() -> None:
-    opened = list[int]()
-    try:
-        with suppress(OSError):
-            while True:
-                opened.append(os.open("/dev/null", os.O_RDONLY))
-        raise RuntimeError("no file is left")
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-
-
-ACTS: dict[str, Callable[[], Any]] = {
-    "fork": _fork,
-    "Popen": lambda: subprocess.Popen(["true"]),
-    "files": _use_up_files,
-    "an exception in the drafting thread": lambda: _raise_in("specplugins-proposer"),
-    "SystemExit": lambda: sys.exit(3),
-    "a thread that raises": lambda: threading.Thread(target=lambda: 1 / 0).start(),
-    "MemoryError": lambda: (_ for _ in ()).throw(MemoryError()),
-    "recursion": lambda: _recurse(),
-    "a generator's exit": lambda: (_ for _ in ()).throw(GeneratorExit()),
-}
 
 
 class Hostile:
