@@ -179,11 +179,6 @@ class _WithProposer:
         self._session.totals()  # begins to copy the device's counts
         return asdict(self._session.net_totals())
 
-    def specplugins_steps(self) -> list[dict[str, Any]]:
-        """Returns decoding steps by shape, and steps without a draft by reason (metrics/steps.py), for
-        `LLM.collective_rpc`."""
-        return self._reporter.steps.rows()
-
     def specplugins_gate(self, mode: str) -> str:
         """Switches all drafting of a running engine off ("none") or on ("auto"), for `LLM.collective_rpc` and POST
         /collective_rpc; see engine/switch.py. Raises ValueError for another mode."""

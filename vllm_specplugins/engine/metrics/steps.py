@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from vllm_specplugins.engine.messages import StepSums, facts_of
-from vllm_specplugins.engine.metrics.names import SEPARATOR, TABLE, key
+from vllm_specplugins.engine.metrics.names import key
 from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
@@ -139,11 +139,10 @@ class StepWatch:
 
 
 class StepTotals:
-    """Running totals by series: `counts` for reports, and times, which `observe` also adds to a histogram."""
+    """Running totals by series. `observe` adds a time to a histogram."""
 
     def __init__(self, observe: Callable[[str, float], None]):
-        self._observe = observe
-        self.counts, self._seconds = defaultdict[str, float](float), defaultdict[str, float](float)
+        self._observe, self.counts = observe, defaultdict[str, float](float)
 
     def add(self, more: StepSums | None) -> None:
         """Adds the counts of a StepWatch."""
@@ -152,14 +151,5 @@ class StepTotals:
         for series, num in more.counts:
             self.counts[series] += num
         for series, times in more.seconds:
-            self._seconds[series] += sum(times)
             for seconds in times:
                 self._observe(series, seconds)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Yields a dictionary for each series: its metric, its labels and its total."""
-        labels, rows = {metric.name: metric.labels for metric in TABLE}, []
-        for series, total in {**self.counts, **self._seconds}.items():
-            name, *values = series.split(SEPARATOR)
-            rows.append({"metric": name, **dict(zip(labels[name], values, strict=True)), "total": total})
-        return rows
