@@ -37,7 +37,7 @@ def forced(llm: Any, outputs: Any, accepted: Any = None) -> Iterator[None]:
     speculator = getattr(model_runner, "speculator", None)
     owners = [(model_runner, "_sample"), (model_runner, "sample"), (model_runner, "add_requests")]
     owners += [(model_runner.model, "compute_logits"), (speculator, "propose")]
-    owners += [(speculator, "propose_alone")]
+    owners += [(getattr(speculator, "specplugins", None), "propose_theirs")]
     with pytest.MonkeyPatch.context() as patches:
         for owner, name in owners:
             if hasattr(owner, name):

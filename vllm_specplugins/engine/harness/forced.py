@@ -90,8 +90,8 @@ class _OnV2:
         wrap(runner, "sample", self._sample)
         wrap(runner.model, "compute_logits", self._compute_logits)
         if log.accepted is not None:  # a cascade's drafter proposes before the plugin's speculator
-            speculator = runner.speculator
-            wrap(speculator, "propose_alone" if hasattr(speculator, "propose_alone") else "propose", self._propose)
+            ours = getattr(runner.speculator, "specplugins", None)
+            wrap(*((runner.speculator, "propose") if ours is None else (ours, "propose_theirs")), self._propose)
 
     def _add(self, add: Any, scheduler_output: Any) -> None:
         add(scheduler_output)

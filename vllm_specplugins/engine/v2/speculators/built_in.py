@@ -229,7 +229,7 @@ def with_drafter(build: Callable[..., Any], vllm_config: VllmConfig, *arguments:
     is_on_device = vllm_config.speculative_config.plan.on_device
     kind = AfterDrafterOnDevice if is_on_device else AfterDrafterOnHost
     ours: Any = kind(theirs, vllm_config, *arguments)
-    theirs.propose_alone, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
+    ours.propose_theirs, length, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
     lengths_up_to = recorded_for_each_length(theirs)
 
     def drafted(
@@ -246,7 +246,7 @@ def with_drafter(build: Callable[..., Any], vllm_config: VllmConfig, *arguments:
             graphs.longest = None if input_batch.has_prefill else int(input_batch.num_scheduled_tokens.max())
         with replaced(theirs, attributes):
             options = {"dummy_run": dummy_run, "num_speculative_tokens": num_tokens, **kwargs}
-            drafts = theirs.propose_alone(input_batch, *args, **options)
+            drafts = ours.propose_theirs(input_batch, *args, **options)
         return ours.offers.take(drafts, num_tokens)
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
