@@ -47,7 +47,7 @@ class Cascade(StageProposer):
         self._guards = [stage.guard for stage in self.stages if stage.guard is not None]
         self.reads_ends = any(guard.reads_ends for guard in self._guards)
         self._offered = offered_of(self)
-        self._step_ms, self._num_context = (0.0, 0)  # of the last step: ms of drafting, and tokens of its requests
+        self._step_ms, self._num_context = 0.0, 0  # of the last step: ms of drafting, and tokens of its requests
         self._model_times: dict[int, tuple[float, int]] = {}  # in the last step: ms and tokens by stage
 
     def propose(self, batch: DraftBatch) -> Draft:

@@ -48,5 +48,5 @@ def _check_verification(method: str, value: object) -> None:
 
 
 def _class_path(value: Any) -> Any:
-    """ "package.module:Class" from vLLM's "package.module.Class"."""
+    """Returns "package.module:Class" for vLLM's "package.module.Class"."""
     return ":".join(value.rsplit(".", 1)) if isinstance(value, str) and ":" not in value else value

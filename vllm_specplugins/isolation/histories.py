@@ -38,10 +38,8 @@ class Histories:
         num_tokens = len(token_ids)
         if num_tokens > len(text):
             text, num_copied = np.empty(2 * num_tokens, np.int32), 0
-        if not np.array_equal(
-            text[:num_copied], token_ids[:num_copied]
-        ):  # the engine removed tokens, or the proposer wrote to the copy
-            num_copied = 0
+        if not np.array_equal(text[:num_copied], token_ids[:num_copied]):
+            num_copied = 0  # the engine removed tokens, or the proposer wrote to the copy
         text[num_copied:num_tokens] = token_ids[num_copied:]
         self._texts[request_id] = text, num_tokens
         return view(text)[:num_tokens]

@@ -135,9 +135,8 @@ class ModelProposer(StageProposer):
         followed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Draft:
         """Drafts token by token after each request's newest token; the confidence of a token is the largest probability
-        of its step if `rates`.
-        `followed` holds tokens [R, >= num_steps] int that replace the chosen ones as inputs, and their numbers, [R]
-        int."""
+        of its step if `rates`. `followed` holds tokens [R, >= num_steps] int that replace the chosen ones as inputs,
+        and their numbers, [R] int."""
         tokens, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
         steps, of_one_pass = Steps(target, num_steps), self.one_pass(target, num_steps) if num_steps else None
         token_ids = steps.draft.token_ids

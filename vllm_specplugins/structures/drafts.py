@@ -8,9 +8,7 @@ import numpy as np
 
 from vllm_specplugins.structures.arrays import Array, Ints
 
-MIN_LONGER = (
-    2  # number of tokens by which a match in an earlier output must be longer than a match in the request's text
-)
+MIN_LONGER = 2  # tokens by which a match in an earlier output must be longer than a match in the request's text
 FIRST_CONFIDENCE = 1.0  # the confidence of a stage that reports none, or has not drafted yet
 
 

@@ -123,11 +123,9 @@ def fit(parameters: str, listed: str) -> bool:
     (True, False, False)
     """
     first, dots, named = listed.partition(" ... ")
-    return (
-        parameters == listed
-        if not dots
-        else {*named.split()} <= {*parameters.removeprefix(first).split()} and (parameters.startswith(first))
-    )
+    if not dots:
+        return parameters == listed
+    return parameters.startswith(first) and {*named.split()} <= {*parameters.removeprefix(first).split()}
 
 
 def find(module: ast.Module, name: str) -> ast.AST | None:
