@@ -44,6 +44,7 @@ class DeviceSpeculator(Speculator):
         config = speculative_config.plugin_config
         stages = config.stages
         self._policy = rule(config)
+        self._model_stage = MODEL if stages else 0
         self._sources: list[DeviceSource] = []
         self.limits = DraftLimits(req_states, max_num_draft, device, stages)
         self.lookups = Lookups(vllm_config, req_states, device)
@@ -260,7 +261,7 @@ class DeviceSpeculator(Speculator):
         if self.draft_logits is None:
             return
         if drafts.logits is not None:
-            is_drawn = drafts.is_drafted & (drafts.stage == (MODEL if self._policy else 0))
+            is_drawn = drafts.is_drafted & (drafts.stage == self._model_stage)
             self.tally.add_q(drafts.logits, requests, is_drawn[:, : drafts.logits.shape[1]])
         is_certain = drafts.stage == LOOKUP if self._policy else None
         put_logits(self._draft_logits, requests, drafts.token_ids, drafts.logits, is_certain)

@@ -9,7 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch
+from vllm_specplugins.cascade.on_device import LOOKUP, DeviceBatch
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.trees.speculator import TreeSpeculator
@@ -56,7 +56,7 @@ class LookaheadSpeculator(TreeSpeculator):
         token_ids = torch.where(is_tree[:, None], tree.token_ids, token_ids).int()
         self.trees.put(rows, torch.where(is_tree[:, None], tree.parents, self.trees.chain))
         self._begin_of_window[slots] = torch.where(is_tree, begin, self.num_speculative_steps)
-        drafts = of_stage(MODEL if self._policy else 0, token_ids, num_draft, num_draft * 0.0 + 1)
+        drafts = of_stage(self._model_stage, token_ids, num_draft, num_draft * 0.0 + 1)
         if prefix is None:
             return drafts
         return drafts._replace(stage=drafts.stage.masked_fill(tree.is_other, LOOKUP))

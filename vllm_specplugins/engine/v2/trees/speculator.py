@@ -112,7 +112,7 @@ class TreeSpeculator(DeviceSpeculator):
         tree = draft_tree(self._proposer, batch.target, self.num_speculative_steps, may_branch, other)
         self.trees.put(rows, tree.parents)
         num_draft = self._wanted.num_tokens
-        drafts = of_stage(MODEL if self._policy else 0, tree.token_ids, num_draft, num_draft * 0.0 + 1)
+        drafts = of_stage(self._model_stage, tree.token_ids, num_draft, num_draft * 0.0 + 1)
         return drafts._replace(stage=drafts.stage.masked_fill(tree.is_other, LOOKUP), logits=tree.logits)
 
     def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
