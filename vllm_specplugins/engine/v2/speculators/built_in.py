@@ -172,11 +172,18 @@ def recorded_for_each_length(theirs: Any) -> Callable[[int], Sequence[int]]:
     return up_to
 
 
-class AfterDrafterOnHost(HostSpeculator):
-    """Proposes after a drafter of vLLM. offer: the drafts of this step; None: the drafter failed."""
+class _AfterDrafter:
+    """A speculator that proposes after a drafter of vLLM.
 
-    offer: DraftsForHost | None = None
+    Attributes: offer: the drafter's drafts of this step; None: it failed. propose_theirs: the drafter's `propose`, set
+        by with_drafter.
+    """
 
+    offer: Any = None
+    propose_theirs: Callable[..., Any]
+
+
+class AfterDrafterOnHost(_AfterDrafter, HostSpeculator):
     def __init__(self, theirs: Any, vllm_config: VllmConfig, *arguments: Any):
         super().__init__(without_built_in(vllm_config), *arguments)
         self.offers = DraftsForHost(theirs)
@@ -190,10 +197,8 @@ class AfterDrafterOnHost(HostSpeculator):
         return batch if self.offer is None else replace(batch, offer=self.offer.of(asked))
 
 
-class AfterDrafterOnDevice(DeviceSpeculator):
-    """Like AfterDrafterOnHost; the drafter is the second stage on the device."""
-
-    offer: BuiltInDrafts | None = None
+class AfterDrafterOnDevice(_AfterDrafter, DeviceSpeculator):
+    """The drafter is the second stage on the device."""
 
     def __init__(self, theirs: Any, vllm_config: VllmConfig, *arguments: Any):
         super().__init__(without_built_in(vllm_config), *arguments)
