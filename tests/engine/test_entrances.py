@@ -153,12 +153,15 @@ def free_port() -> int:
 
 def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Fails if a port shows no report, listens for other hosts unasked, or a second engine ends because the port is
-    taken."""
+    taken; or if a second data-parallel engine does not take the next port."""
     vllm_config, port = core(method="prompt_lookup").vllm_config, free_port()
     assert address_of(vllm_config) is None
     monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", str(port))
     address = address_of(vllm_config)
     assert address == ("127.0.0.1", port)
+    vllm_config.parallel_config.data_parallel_index = 1
+    assert address_of(vllm_config) == ("127.0.0.1", port + 1)
+    vllm_config.parallel_config.data_parallel_index = 0
     show = shown_on(address, vllm_config)
     for _ in range(2):
         show({key("num_accepted_tokens", "0 prompt_lookup"): 3})

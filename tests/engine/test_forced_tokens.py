@@ -10,6 +10,7 @@ import pytest
 from conftest import DEMO_MODEL, RUNNER
 from transformers import AutoTokenizer
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
@@ -18,7 +19,7 @@ from vllm_specplugins.engine.grammar.forced import ForcedTokens
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 K = 15
-BACKENDS = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend}
+BACKENDS = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend, "outlines": OutlinesBackend}
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
 SIZE = len(TOKENIZER)
 KEYS = ("customer_number", "delivery_address")
@@ -77,7 +78,7 @@ def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(forced, name, 10.0)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["xgrammar", "guidance"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -231,11 +232,8 @@ def test_remembered_texts_are_bounded() -> None:
 def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:
     """Fails if a backend that does not expose its forced text counts as one that does, or if each step logs a
     warning."""
-    forced = Case("xgrammar").forced
-
-    class OutlinesGrammar:
-        pass
-
+    case = Case("outlines")
+    grammar = case.compile(SCHEMA)
     with caplog.at_level(logging.WARNING, "vllm.specplugins"):
-        assert all(forced.after(OutlinesGrammar(), [], K, Writer(None)) == [] for _ in range(2))
+        assert all(case.forced.after(grammar, [], K, Writer(None)) == [] for _ in range(2))
     assert len(caplog.messages) == 1 and "backend is Outlines" in caplog.messages[0]

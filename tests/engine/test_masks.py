@@ -1,6 +1,7 @@
 """Masks of structured output: few drafts until more were accepted, and no rows behind the step's longest draft."""
 
 from itertools import takewhile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_specplugins.engine import masks, room
-from vllm_specplugins.engine.grammar.scheduler import GrammarScheduler
+from vllm_specplugins.engine.grammar.scheduler import _MAX_BESIDE_OTHERS, GrammarScheduler
 from vllm_specplugins.engine.messages import news_of
 from vllm_specplugins.engine.scheduler import ChoosingScheduler, PlannedScheduler
+from vllm_specplugins.engine.switch import Switched
 
 K = 31
 ON_V1 = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -42,8 +44,8 @@ class Theirs:
     def _update_after_schedule(self, scheduler_output: Any) -> None: ...
 
 
-class Ours(room.LimitsMasks, Theirs):
-    pass
+class Ours(room.LimitsMasks, Switched, Theirs):
+    dynamic_sd_lookup: Any = None
 
 
 class Refusing(Theirs):
@@ -56,8 +58,8 @@ class Refusing(Theirs):
             request.spec_token_ids = list(takewhile(lambda token: 0 <= token < 10, draft))
 
 
-class Notes(room.LimitsMasks, Refusing):
-    pass
+class Notes(room.LimitsMasks, Switched, Refusing):
+    dynamic_sd_lookup: Any = None
 
 
 @ON_V1
@@ -93,6 +95,15 @@ def test_few_drafts_until_more_were_accepted(ahead: bool) -> None:
 
 
 @ON_V1
+def test_the_page_has_the_limits() -> None:
+    """Fails if docs/structured-output.md names other limits of a draft."""
+    page = " ".join((Path(__file__).parents[2] / "docs" / "structured-output.md").read_text().split())
+    assert f"each request gets at most {_MAX_BESIDE_OTHERS} forced tokens per step" in page
+    num = room.UNPROVEN
+    assert f"accepts more than {num} of its draft tokens, a request with a grammar gets at most {num}," in page
+
+
+@ON_V1
 def test_a_refused_token_is_told_once() -> None:
     """The worker learns which requests' grammars refused the token after the scheduled draft. Kills: a draft that
     waited for a step with room and is told early; one that the step has cut further; NEVER and unread prompts."""
@@ -115,6 +126,32 @@ def test_a_refused_token_is_told_once() -> None:
 
     assert told(*drafts.keys() - {"waits"}) == ("cut", "none")
     assert told("cut", "waits") == ("waits",) and told("waits") == ()
+
+
+@ON_V1
+def test_the_switch_forgets_drafts() -> None:
+    """A grammar cut a draft, and 100 tokens later drafting is on again. Kills: a refused token of before, or of a draft
+    that arrived while drafting was off; a request that is proven by what it emitted without drafts."""
+    json = SimpleNamespace(request_id="json", use_structured_output=True, num_tokens=9, spec_token_ids=[], **CHUNK)
+    scheduler: Any = Notes(json)
+
+    def drafted() -> int:
+        scheduler.update_draft_token_ids(DraftTokenIds(["json"], [[1, 2, 3, 4, 5, 6, 7, 30]]))
+        return len(json.spec_token_ids)
+
+    def refused() -> tuple[str, ...]:
+        step: Any = SimpleNamespace(num_scheduled_tokens={"json": 1}, scheduled_spec_decode_tokens={})
+        scheduler._update_after_schedule(step)
+        return news_of(step).refused
+
+    assert drafted() == room.UNPROVEN
+    json.num_tokens = 20
+    assert drafted() == 7
+    scheduler.switch(True)
+    assert refused() == () and drafted() == 0 and refused() == ()
+    json.num_tokens = 120
+    scheduler.switch(False)
+    assert refused() == () and drafted() == room.UNPROVEN
 
 
 def manager(num_tokens: int, max_num_seqs: int = 8) -> tuple[Any, Case]:

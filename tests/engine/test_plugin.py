@@ -84,12 +84,16 @@ def results(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.mark.skipif(RUNNER == "v1", reason="on V2 more of vLLM can be imported, V1's modules among them")
 def test_inert_when_unused() -> None:
-    """Loading the plugin changes two methods of EngineArgs and nothing else; vLLM's own methods get vLLM's own config.
-    Kills: any patch at import or at load.
+    """Loading the plugin changes two methods of EngineArgs and nothing else; vLLM's own methods get vLLM's own config,
+    and without the plugin vLLM refuses ours. Kills: any patch at import or at load.
     """
     code = (
         IMPORT_EVERYTHING
         + """
+try:
+    engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3})
+except ValueError as error:
+    print("OUT", "prompt_lookup" in str(error))
 import vllm_specplugins
 vllm_specplugins.register(); vllm_specplugins.register()
 print("OUT", sorted(".".join(key) for key in changes(before, snapshot())))
@@ -104,7 +108,8 @@ print("OUT", sorted(changes(before, snapshot())))
     )
     done = python(code, VLLM_PLUGINS="")
     assert done.returncode == 0, done.stderr[-3000:]
-    changed, same, restored = results(done)
+    refused, changed, same, restored = results(done)
+    assert refused == "True"
     module = "vllm.engine.arg_utils.EngineArgs"
     assert changed == repr([f"{module}.create_engine_config", f"{module}.create_speculative_config"])
     assert same == "True ['SpeculativeConfig']"

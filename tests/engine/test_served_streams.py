@@ -111,7 +111,7 @@ async def asked(llm: Any, model: str, log: list[list[int]]) -> list[Any]:
     async with async_llm(llm) as engine:
         for row, case in enumerate(cases()):
             words = ["--model", model, "--served-model-name", "demo", "--enable-auto-tool-choice"]
-            words += ["--tool-call-parser", case.tool]
+            words += ["--tool-call-parser", case.tool, "--api-key", "none"]  # /collective_rpc asks for no key
             words += ["--reasoning-parser", case.reasoning] if case.reasoning else []
             args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
             args.structured_outputs_config.reasoning_parser = case.reasoning or ""  # as vLLM's engine does at its start

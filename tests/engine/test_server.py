@@ -85,7 +85,7 @@ def test_flat_options(client: openai.OpenAI) -> None:
         extra = {"vllm_xargs": {f"specplugins.{name}": value for name, value in options.items()}}
         return client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0, extra_body=extra)
 
-    off, plain = ask(enabled=False, max_draft=2), ask()
+    off, plain = ask(enabled=0, max_draft=2), ask()
     assert off.choices[0].text == plain.choices[0].text
     drafted = [answer.model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in (off, plain)]
     assert drafted[0] == 0 < drafted[1]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import PROMPT_LOOKUP
+from cases import PROMPT_LOOKUP, generate
 from conftest import RUNNER
 from played_scheduler import Played
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
@@ -52,6 +52,26 @@ def test_thrown_under_load(is_async: bool, gate: str) -> None:
     assert planned[True] == 0 < planned[False]
 
 
+@pytest.mark.parametrize("is_async", SCHEDULES)
+def test_thrown_at_any_step(is_async: bool) -> None:
+    """Also twice while the same steps are under way. Fails if steps run vLLM's code before all that drafted are over,
+    since dropped tokens would stay uncounted, or if they never do."""
+    played = Played({**PROMPT_LOOKUP, "gate": "off"}, max_model_len=200, async_scheduling=is_async)
+    rng, num_aside = np.random.default_rng(1), 0
+    for index in range(300):
+        if index % 8 == 0:
+            played.add(str(index), [0, 1, 2] * 5, int(rng.integers(1, 20)), stops=[3])
+        played.scheduler.switch(bool(rng.random() < 0.6))
+        played.step()
+        is_aside = type(played.scheduler).schedule.__module__.startswith("vllm.")
+        num_aside += is_aside
+        assert not is_aside or all(news_of(step).is_off for step, _ in played._under_way)
+    played.scheduler.switch(False)
+    played.run()
+    played.check()
+    assert num_aside
+
+
 def test_counts_while_off() -> None:
     """Fails if the counts of the last steps that drafted wait until drafting is on again, or if a report that comes
     meanwhile lacks the steps."""
@@ -91,6 +111,44 @@ def test_a_bound_method() -> None:
         for _ in range(3):
             played.step()
         assert is_off == type(played.scheduler).schedule.__module__.startswith("vllm.")
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="V1's; V2 drafts in its samplers")
+def test_v1_prepares_no_drafts(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a step counts, prepares or asks for drafts while drafting is off, if tokens differ, if drafting does not
+    come back, or if the gate takes the time in which drafting was off for a step's."""
+    llm = engine({**PROMPT_LOOKUP, "gate": "off"})
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    prompts = [[5, 6, 7, 5, 6], [9, 10, 9, 10, 9]]
+    called, times = list[str](), list[float | None]()
+    for name in ("_calc_spec_decode_metadata", "propose_draft_token_ids", "take_draft_token_ids"):
+        wrap(worker.model_runner, name, lambda theirs, *step, name=name: (called.append(name), theirs(*step))[1])
+    barrier = worker._session.barrier
+    monkeypatch.setattr(barrier, "draft", lambda batch, told: (times.append(told.step_ms), draft(batch, told))[1])
+    draft = type(barrier).draft.__get__(barrier)
+    answers = []
+    for mode in ("none", "none", "auto"):
+        llm.collective_rpc("specplugins_gate", args=(mode,))
+        called.clear()
+        answers.append(generate(llm, prompts, [2], max_tokens=16))
+        counts = [called.count(name) for name in ("_calc_spec_decode_metadata", "propose_draft_token_ids")]
+        assert (counts[0] == counts[1] <= 2) if mode == "none" else counts[0] > 4
+        assert bool(times) == (mode == "auto")
+    assert answers[0] == answers[1] == answers[2]
+    assert times[0] is None and any(times)
+
+
+@pytest.mark.skipif(RUNNER == "v1", reason="V2's")
+def test_a_prompt_while_off() -> None:
+    """A step that reads a prompt gives the drafts of no token the probability 0. Fails if the next steps run vLLM's
+    code at once: the first drafts after "auto" would be trimmed."""
+    from vllm_specplugins.engine.v2.runner import _is_aside
+
+    speculator, found = SimpleNamespace(num_off=9, reads_tokens=False, watchers=[]), []
+    for has_prefill in (False, True, False, False, False, False):
+        speculator.num_off += 1
+        found.append(_is_aside(speculator, SimpleNamespace(has_prefill=has_prefill, num_draft_tokens=0)))
+    assert found == [True, False, False, False, False, True]
 
 
 class Core:

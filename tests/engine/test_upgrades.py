@@ -1,6 +1,7 @@
 """An engine on the vLLM of tomorrow: what is missing there costs drafts, as little as can be, or ends the start if the
 user asks for that."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,3 +131,12 @@ def test_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SPECPLUGINS_ON_ERROR", "stop")
     with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_ON_ERROR must be serve or refuse, not 'stop'"):
         fallback.refuses()
+
+
+@pytest.mark.skipif(ON_BOTH, reason="the same on both runners")
+def test_who_asks_for_the_choice() -> None:
+    """Only a vLLM that lacks a name or is untested, and another runner, end the start with refuse (`diagnosis` tells
+    what would). Fails if a damaged store, a server that does not answer or a kernel's check asks, too."""
+    folder = Path(fallback.__file__).parents[2]
+    asking = {path.stem for path in folder.rglob("*.py") if re.search(r"\b(refuses|check_choice)\(", path.read_text())}
+    assert asking == {"fallback", "plugin", "worker", "diagnosis"}

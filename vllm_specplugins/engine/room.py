@@ -90,6 +90,7 @@ class LimitsMasks:
     grammar has cut, since the target does not see the refused tokens."""
 
     requests: dict[str, Any]
+    is_off: bool  # as in Switched
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -102,6 +103,8 @@ class LimitsMasks:
             drafts = [draft[:UNPROVEN] if request_id in unproven else draft for request_id, draft in pairs]
             draft_token_ids = replace(draft_token_ids, draft_token_ids=drafts)
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        if self.is_off:
+            return
         for request_id, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             self._cut.pop(request_id, None)
             request = self.requests.get(request_id)
@@ -126,6 +129,11 @@ class LimitsMasks:
         for request_id in self._unproven(draft_token_ids.req_ids):
             request = self.requests[request_id]
             request.spec_token_ids = request.spec_token_ids[:UNPROVEN]
+
+    def _forget_drafts(self) -> None:
+        """Forgets the drafts of requests, at the switch."""
+        super()._forget_drafts()  # type: ignore[misc]
+        self._cut, self._num_tokens = {}, {}
 
     def _unproven(self, request_ids: list[str]) -> set[str]:
         """Returns the requests with structured output that emitted few tokens in the last step."""

@@ -53,8 +53,7 @@ class CountsEmitted(Switched, MakesRoom):
         rests = self.is_off and news_of(scheduler_output).is_off
         if rests or not self.requests:
             self._watch.pause()
-        if rests:
-            self.stand_aside()
+        self.is_over(news_of(scheduler_output))
         return outputs
 
     def count(self, outputs: Any) -> int:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from vllm_specplugins.engine.hooks import wrap
-from vllm_specplugins.engine.messages import news_of
+from vllm_specplugins.engine.messages import StepNews, news_of
 
 logger = logging.getLogger("vllm.specplugins")
 GATE = "specplugins_gate"  # the worker's method
@@ -62,6 +62,7 @@ class Switched:
     dynamic_sd_lookup: Any  # vLLM's table of draft lengths, by the number of requests
     is_off = False
     _own_class: Any = None  # while `aside` has replaced it
+    _newest_on: StepNews | None = None  # of the newest step with drafting on; None: its outcome is there
     _other_lookup: Any = _NO_DRAFTS  # the table that is not in use
 
     def switch(self, is_off: bool) -> None:
@@ -86,12 +87,18 @@ class Switched:
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
-        news_of(scheduler_output).is_off = self.is_off
+        news = news_of(scheduler_output)
+        news.is_off = self.is_off
+        if not self.is_off:
+            self._newest_on = news
 
-    def stand_aside(self) -> None:
-        """Leaves the next steps to vLLM's methods. Called once the first step without drafting is over: all steps that
-        drafted are over then."""
-        if self._own_class is None:  # otherwise an outcome came by a method that was bound before
+    def is_over(self, news: StepNews) -> None:
+        """Leaves the next steps to vLLM's methods if drafting is off, and no step that drafted is under way. Called
+        with each outcome."""
+        if news is self._newest_on:
+            self._newest_on = None
+        # The first condition fails if the outcome came by a method that was bound before.
+        if self._own_class is None and self.is_off and news.is_off and self._newest_on is None:
             self._own_class = type(self)
             self.__class__ = aside(self._own_class)
 

@@ -73,6 +73,7 @@ class _WithProposer:
         barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
         self._session = Session(barrier, self.vllm_config.speculative_config.plan.scheduler_stage)
         runner.attach(self.model_runner, self._session)
+        self._aside = runner.aside(self.model_runner)
         address = address_of(self.vllm_config) if gives_output() else None
         show = shown_on(address, self.vllm_config) if address else None
         self._reporter = Reporter(self._session, config.method, show=show)
@@ -107,7 +108,8 @@ class _WithProposer:
         self._is_aside = self._may_stand_aside(scheduler_output)
         try:
             if self._is_aside:
-                return super().execute_model(scheduler_output)  # type: ignore[misc]
+                with self._aside:
+                    return super().execute_model(scheduler_output)  # type: ignore[misc]
             return self._execute_model(scheduler_output)
         except Exception as error:
             _end_other_rank(error)
@@ -115,9 +117,11 @@ class _WithProposer:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         try:
-            if self._is_aside and not self._reporter.is_due():
-                return super().sample_tokens(grammar_output)  # type: ignore[misc]
-            return self._sample_tokens(grammar_output)
+            if not self._is_aside:
+                return self._sample_tokens(grammar_output)
+            with self._aside:
+                sample = self._sample_tokens if self._reporter.is_due() else super().sample_tokens  # type: ignore[misc]
+                return sample(grammar_output)
         except Exception as error:
             _end_other_rank(error)
             raise

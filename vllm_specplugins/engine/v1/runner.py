@@ -3,7 +3,7 @@ module replaces `propose_draft_token_ids` of one runner object."""
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -67,6 +67,12 @@ def attach(runner: Any, session: Session) -> None:
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
+def aside(runner: Any) -> Any:
+    """Returns a context manager for the parts of a step that is vLLM's alone, which then prepares no drafts. A hybrid
+    model keeps its states where drafts would write them."""
+    return nullcontext() if runner.model_config.is_hybrid else replaced(runner, {"speculative_config": None})
+
+
 def draft_to_the_end(runner: Any) -> None:
     """Raises the length beyond which V1 drafts zeros for the whole batch (V1 lowers it if memory is short, with
     `--max-model-len auto`). Drafts are shortened at a request's end instead."""
@@ -97,7 +103,7 @@ class _Adapter:
         self._requests: dict[str, _Request] = {}
         # Draws seeds for requests without one, in the order of their arrival: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
-        self._drafted_at = 0.0  # time at which the last drafting ended
+        self._drafted_at: float | None = 0.0  # time at which the last drafting ended; None: the last step was off
 
     def _may_draft(self, row: int) -> bool:
         return self.verifier is None or self.verifier.may_draft(row)
@@ -168,7 +174,7 @@ class _Adapter:
         in their rows."""
         input_batch, is_off = self._runner.input_batch, news_of(scheduler_output).is_off
         if is_off and not scheduler_output.scheduled_spec_decode_tokens:
-            self._drafted_at = time.perf_counter()
+            self._drafted_at = None
             return [[] for _ in sampled_token_ids]
         unread = input_batch.req_prompt_embeds if self._reads_history else ()
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
@@ -176,7 +182,7 @@ class _Adapter:
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
         if is_off:  # and the last drafts have an outcome
             self._session.count(self._feedback(request_ids, num_accepted, scheduler_output))
-            self._drafted_at = time.perf_counter()
+            self._drafted_at = None
             return [[] for _ in sampled_token_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]
@@ -232,6 +238,8 @@ class _Adapter:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
         total, num_decoded = scheduler_output.total_num_scheduled_tokens, len(request_ids) + int(num_draft.sum())
+        if self._drafted_at is None:
+            return Feedback(request_ids, num_draft, num_accepted)
         ms = (time.perf_counter() - self._drafted_at) * 1000
         if total == num_decoded:
             return Feedback(request_ids, num_draft, num_accepted, ms)

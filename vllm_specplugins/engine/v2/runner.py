@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,11 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
 def is_known(runner: Any) -> bool:
     return isinstance(runner, model_runner.GPUModelRunner)
+
+
+def aside(runner: Any) -> Any:
+    """Returns a context manager for the parts of a step that is vLLM's alone (_sample_tokens)."""
+    return nullcontext()
 
 
 def attach(runner: Any, session: Session) -> None:
@@ -180,8 +185,9 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
 
 def _is_aside(speculator: Any, input_batch: Any) -> bool:
     """Whether drafting has been off for so long that no step in flight drafted, and nothing reads the step."""
-    is_over = speculator.num_off > _IN_FLIGHT and not (input_batch.has_prefill or input_batch.num_draft_tokens)
-    return bool(is_over and not (speculator.reads_tokens or speculator.watchers))
+    if input_batch.has_prefill or input_batch.num_draft_tokens:
+        speculator.num_off = min(speculator.num_off, 1)  # this step writes probabilities, which the next ones overwrite
+    return speculator.num_off > _IN_FLIGHT and not (speculator.reads_tokens or speculator.watchers)
 
 
 def _noted(speculator: Any, output: Any) -> Any:
