@@ -82,7 +82,8 @@ FEATURES = {
             "vllm_specplugins/engine/v1/built_in",
             "vllm_specplugins/engine/v2/speculators/built_in",
         ),
-        "built_in built_in_tokens is_offered offer offers offer_guard offer_length spares spared_ms saved_ms",
+        "built_in built_in_tokens guard_of is_offered offer offered_of offers offer_length propose_theirs spared_ms "
+        "saved_ms",
         10,
         10,
     ),
