@@ -1,14 +1,16 @@
-"""Prompt lookup for a batch in PyTorch: compares each text with its ending, once for each token of a match. It never
-waits for the device, so it searches each text's whole row. R: rows, L: room of a text, N: LONGEST_MATCH."""
+"""Prompt lookup for a batch of tensors on a CPU, by the host's version."""
 
+from typing import Any
+
+import numpy as np
 import torch
 
-from . import LONGEST_MATCH, Match, References, Texts
+from . import Match, References, Texts, host
 
 
 def history_match(
     texts: Texts,
-    slots: torch.Tensor,  # [R]
+    slots: torch.Tensor,  # [R]; rows with limit 0 may have any slot
     limits: torch.Tensor,  # [R]
     max_num_draft: int,
     min_ngram: int,
@@ -16,61 +18,16 @@ def history_match(
     references: References | None,
     longest: int | None,
 ) -> Match:
-    slots, steps = slots.long(), torch.arange(max_num_draft, device=slots.device)
-    text = texts.token_ids[slots, :longest].long()
-    end = texts.lengths[slots].long().clamp(max=text.shape[1])  # a chunked prompt has no room for drafts
-    last = end[:, None] - 1 - torch.arange(LONGEST_MATCH, device=slots.device)
-    ending = text.gather(1, last.clamp(min=0)).masked_fill(last < 0, -1)
-    expected = (end[:, None] - texts.distances[slots]).clamp(min=0)
-    place, match_length = _nearest_match(text, end, ending, min_ngram, max_ngram, expected[:, 0])
-    _write(texts.distances[:, 0], slots, end - place, (limits > 0) & (match_length > 0))
-    # The copy may overlap itself, as in LZ77.
-    token_ids = text.gather(1, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
-    num_draft = torch.where(match_length > 0, limits, 0)
+    rows, token_ids = slots.long().numpy(), texts.token_ids
+    known = np.zeros((len(texts.distances), host.NUM_COLUMNS), np.int64)
+    known[:, : host.REFERENCE] = texts.distances.numpy()
     if references is not None:
-        places = references.starts[slots, None] + torch.arange(text.shape[1], device=slots.device)
-        other = references.token_ids[places.clamp(max=len(references.token_ids) - 1)].long()
-        size = references.lengths[slots].long()
-        place, length = _nearest_match(other, size, ending, min_ngram, max_ngram, expected[:, 1])
-        _write(texts.distances[:, 1], slots, end - place, (limits > 0) & (length > 0))
-        is_better = length > match_length
-        followed = other.gather(1, (place[:, None] + steps).clamp(max=text.shape[1] - 1))
-        token_ids = torch.where(is_better[:, None], followed, token_ids)
-        num_draft = torch.where(is_better, torch.minimum(limits, size - place), num_draft)
-        match_length = torch.maximum(match_length, length)
-    token_ids = torch.where(steps < num_draft[:, None], token_ids, 0)
-    return token_ids.int(), num_draft.int(), torch.where(limits > 0, match_length, 0).int()
-
-
-def _nearest_match(
-    text: torch.Tensor,  # [R, L]
-    size: torch.Tensor,  # [R]
-    ending: torch.Tensor,  # [R, N], the last token first, -1 before the beginning
-    min_ngram: int,
-    max_ngram: int,
-    expected: torch.Tensor,  # [R]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    last = torch.arange(text.shape[1], device=text.device)
-    is_match = last < size[:, None] - 1
-    length = torch.zeros_like(text)
-    for n in range(ending.shape[1]):
-        earlier = text.roll(n, dims=1)
-        is_match = is_match & (earlier == ending[:, n, None]) & (last >= n)
-        length += is_match
-    away = last + 1 - expected[:, None]
-    length = torch.where((length >= min_ngram) | (away == 0), length, 0)
-    score = (length.clamp(max=max_ngram) << 33) - 2 * away.abs() - (away > 0).long()
-    place = torch.where(length > 0, score, torch.iinfo(torch.int64).min).argmax(1, keepdim=True)
-    length = length.gather(1, place)[:, 0]
-    return torch.where(length > 0, place[:, 0] + 1, 0), length
-
-
-def _write(
-    distances: torch.Tensor,  # [S]
-    slots: torch.Tensor,  # [R]; padding may have any slot
-    newest: torch.Tensor,  # [R]
-    is_match: torch.Tensor,  # [R] bool
-) -> None:
-    more = torch.cat((distances, distances[:1]))
-    more[torch.where(is_match, slots, len(distances))] = newest.int()
-    distances.copy_(more[:-1])
+        known[:, host.REFERENCE] = references.token_ids.data_ptr() + 4 * references.starts.numpy()
+        known[:, host.NUM_TOKENS] = references.lengths.numpy()
+    places = token_ids.data_ptr() + 4 * token_ids.stride(0) * rows, texts.lengths[slots].long().numpy(), rows
+    drafts: Any = np.zeros((len(rows), max_num_draft), np.int32), np.zeros(len(rows), np.int64), np.zeros(len(rows))
+    begun = np.zeros((len(rows), 0), np.int32), np.zeros(0, np.int64)
+    host.history_match(*places, known, *begun, limits.long().numpy(), min_ngram, max_ngram, *drafts)
+    texts.distances.copy_(torch.from_numpy(known[:, : host.REFERENCE]))
+    token_ids, num_draft, match_lengths = (torch.from_numpy(array).int() for array in drafts)
+    return token_ids, num_draft, match_lengths
