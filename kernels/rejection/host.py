@@ -20,7 +20,7 @@ Float32Array = npt.NDArray[np.float32]
 
 STEP, FIRST, SECOND = np.uint64(noise.STEP), np.uint64(noise.FIRST), np.uint64(noise.SECOND)
 HALF, UNIT, LARGEST = np.float32(0.5), np.float32(2.0**-32), np.float32(1 - 2.0**-24)
-ONE, LOG2_E = np.float32(1), np.float32(math.log2(math.e))
+ONE, LOG2_E, NEVER = np.float32(1), np.float32(math.log2(math.e)), np.float32(-math.inf)
 
 
 @inlined
@@ -72,6 +72,21 @@ def accept(
             count += 1
         sampled[request, count:] = -1
         num_sampled[request] = count
+
+
+@compiled([f"void(float32[:, {layout}], int32[:, ::1])" for layout in ("::1", ":")])  # the second for a part of rows
+def forbid(logits: Float32Array, masks: Int32Array) -> None:
+    """Writes -inf to the logits [N, V] of tokens whose bit in a row of `masks` [N, >= V / 32] is 0."""
+    for row in range(logits.shape[0]):
+        for word in range(masks.shape[1]):
+            bits, first = masks[row, word], 32 * word
+            end = min(first + 32, logits.shape[1])
+            if bits == 0:
+                logits[row, first:end] = NEVER
+            elif bits != -1:
+                for token in range(first, end):
+                    if not (bits >> (token - first)) & 1:
+                        logits[row, token] = NEVER
 
 
 def heat(

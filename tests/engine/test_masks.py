@@ -212,6 +212,30 @@ def _fresh(case: Case) -> Any:
 
 
 @ON_V1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_v1_applies_masks_as_vllm(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of three have masks, in another order than in the batch, and one has drafts. Kills: rows of another
+    request; a request without a grammar that is masked; xgrammar's loop where it is slow."""
+    from vllm.v1.structured_output import utils
+
+    from vllm_specplugins.engine.v1.runner import _with_fast_masks
+
+    size, rng = 77, np.random.default_rng(0)
+    masks = rng.integers(-(2**31), 2**31, (4, 3)).astype(np.int32)
+    batch = (
+        SimpleNamespace(scheduled_spec_decode_tokens={"a": [5, 6]}),
+        SimpleNamespace(structured_output_request_ids=["a", "c"], grammar_bitmask=masks),
+        SimpleNamespace(req_ids=["b", "c", "a"]),
+    )
+    theirs = torch.randn(5, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours = theirs.clone()
+    utils.apply_grammar_bitmask(*batch, theirs)  # type: ignore[arg-type]
+    monkeypatch.setattr(utils.xgr, "apply_token_bitmask_inplace", None)
+    _with_fast_masks(lambda grammar_output: utils.apply_grammar_bitmask(*batch, ours), None)  # type: ignore[arg-type]
+    assert torch.equal(ours, theirs) and theirs[0].isfinite().all() and not theirs[1:].isfinite().all(1).any()
+
+
+@ON_V1
 def test_threads_fill_many_masks() -> None:
     """More than 128 requests without drafts are filled by vLLM's threads, as without speculation. Fails if K alone
     makes vLLM assume drafts."""

@@ -51,6 +51,24 @@ def test_arrivals() -> None:
     assert winners.tolist() == begins.tolist()
 
 
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 3001])
+def test_forbidden_tokens(vocab_size: int) -> None:
+    """Words of a mask that allow all tokens, none and some, and bits after the vocabulary. Kills: a token that is
+    forbidden for its neighbour; the sign bit; a word that is not whole; logits that are a part of rows."""
+    rng = np.random.default_rng(vocab_size)
+    num_words = -(-vocab_size // 32)
+    masks = rng.integers(-(2**31), 2**31, (40, num_words)).astype(np.int32)
+    masks[rng.random(masks.shape) < 0.3], masks[rng.random(masks.shape) < 0.3] = 0, -1
+    logits = rng.standard_normal((40, vocab_size)).astype(np.float32)
+    is_allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size] == 1
+    expected = np.where(is_allowed, logits, -np.inf)
+    part = np.concatenate([logits, logits], axis=1)
+    host.forbid(part[:, :vocab_size], masks)
+    assert np.array_equal(part, np.concatenate([expected, logits], axis=1))
+    host.forbid(logits, masks)
+    assert np.array_equal(logits, expected)
+
+
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 257, 3001])
 def test_equals_reference(vocab_size: int, truncation: str) -> None:

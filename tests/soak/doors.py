@@ -1,5 +1,5 @@
-"""Doors that few use: two API servers before one engine, /inference/v1/generate with salts, run-batch, and a metrics
-port that is read ten times a second; by hand.
+"""Doors that few use: two API servers before one engine, which both split streams, /inference/v1/generate with salts,
+run-batch, and a metrics port that is read ten times a second; by hand.
 
     python tests/soak/doors.py [--requests 300] [--only server]
 
@@ -29,6 +29,7 @@ SALTS = ("a", "b", "c" * 200, "_v2_", "", None)
 SCRAPES = 10  # a second
 ROUND = 24  # requests of a round with scrapes, and of one without
 AT_A_TIME = 8
+SPLIT = "xLAMToolParser parses streams token by token"  # which each API server logs
 
 
 async def posted(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
@@ -123,8 +124,12 @@ async def run(num_requests: int) -> list[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ["VLLM_SPECPLUGINS_METRICS_PORT"] = str(port)
-    server = Server(CONFIG, FOLDER / "doors.log")
+    log = FOLDER / "doors.log"
+    log.unlink(missing_ok=True)
+    server = Server(CONFIG, log)
+    server.command[1:3] = ["-m", "vllm.entrypoints.cli.main", "serve"]  # the other program starts one API server
     server.command += ["--api-server-count", "2", "--enable-scale-out"]
+    server.command += ["--enable-auto-tool-choice", "--tool-call-parser", "xlam"]
     await server.start()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
@@ -133,6 +138,8 @@ async def run(num_requests: int) -> list[str]:
             await doors.scrapes(5)
             if not await server.healthy():
                 doors.problems.append("the engine has ended")
+            if (num := log.read_text(errors="replace").count(SPLIT)) != 2:
+                doors.problems.append(f"{num} of 2 API servers split streams")
             if server.tracebacks():
                 doors.problems.append(f"{server.tracebacks()} tracebacks in the log")
             return doors.problems

@@ -18,7 +18,8 @@ SUPPORTED = ">=0.32,<0.34"
 # Files that only one model runner uses; if vLLM removes V1, V2 still drafts.
 OF_RUNNER = {
     "v1": re.compile(
-        r"v1/(sample/|spec_decode/(llm_base_proposer|metadata)|worker/(gpu_model_runner|gpu_input_batch|block_table)\.)"
+        r"v1/(sample/|structured_output/utils\.|spec_decode/(llm_base_proposer|metadata)"
+        r"|worker/(gpu_model_runner|gpu_input_batch|block_table)\.)"
     ),
     "v2": re.compile("v1/worker/gpu/"),
 }
