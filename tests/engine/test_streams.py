@@ -289,11 +289,15 @@ def test_one_message_a_step() -> None:
     assert all(call.id for call in message.tool_calls)
 
 
-def test_the_server_gets_our_parser() -> None:
-    """The front end asks vLLM's manager for its parser. Kills: a wrapper around another name, or around each parser."""
+def test_the_server_gets_our_parser(caplog: pytest.LogCaptureFixture) -> None:
+    """The front end asks vLLM's manager for its parser, several times. Kills: a wrapper around another name, or around
+    each parser; a line of the log each time."""
     streams.split_streams()
+    streams._tell.cache_clear()
     names = {"tool_parser_name": "llama3_json", "enable_auto_tools": True}
-    assert issubclass(ParserManager.get_parser(**names), streams._TokenByToken)
+    with caplog.at_level("INFO", "vllm.specplugins"):
+        assert all(issubclass(ParserManager.get_parser(**names), streams._TokenByToken) for _ in range(3))
+    assert [record.args for record in caplog.records] == [("Llama3JsonToolParser",)]
     names["tool_parser_name"] = "hermes"
     assert not issubclass(ParserManager.get_parser(**names), streams._TokenByToken)
     assert ParserManager.get_parser() is None

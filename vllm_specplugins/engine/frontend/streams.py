@@ -4,6 +4,7 @@ get the stream token by token; the server still sends one chunk per step."""
 
 import logging
 from collections.abc import Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,11 +46,14 @@ def _parser(original: Any, *args: Any, **kwargs: Any) -> Any:
     unproven = [part.__name__ for part in parts if part is not None and not is_proven(part)]
     if not unproven:
         return parser
-    logger.info(
-        "%s parses streams token by token, because tests do not cover it with several tokens at once.",
-        " and ".join(unproven),
-    )
+    _tell(" and ".join(unproven))
     return type(parser.__name__, (_TokenByToken, parser), {})
+
+
+@cache
+def _tell(names: str) -> None:
+    """Logs once, since a server asks for its parser six times."""
+    logger.info("%s parses streams token by token, because tests do not cover it with several tokens at once.", names)
 
 
 def is_proven(parser: Any) -> bool:
