@@ -257,13 +257,15 @@ UNFORCED: dict[str, tuple[list[str], Any]] = {
     "token ids below 3072, not 5000": ([], [{"prompt": [5], "output": [5000]}]),
     'must have "prompt" and "output" as token ids': ([], [{"prompt": "x", "output": "y"}]),
     'must have "accepted": {"mtp": [...]} for --drafter': (["--drafter", "mtp"], LOG),
+    "--trace: line 1 of": ([], [5]),
     "--trace must be a file with a prompt and an output": ([], [{"prompt": [], "output": [5]}]),
 }
 
 
 @pytest.mark.parametrize("words", UNFORCED)
 def test_logs_that_cannot_be_forced(words: str, tiny_model: Path, engines: Any, tmp_path: Path, refused: Any) -> None:
-    """Fails if an engine starts although its outputs would not be the log's, or for a reason that is not given."""
+    """Fails if an engine starts although its outputs would not be the log's, for a reason that is not given, or with
+    that of another flag."""
     options, rows = UNFORCED[words]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--methods", "prompt_lookup", "--trace", str(tmp_path / "log.jsonl"), *options]

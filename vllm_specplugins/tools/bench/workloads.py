@@ -2,7 +2,7 @@
 all engines must emit (engine/harness/forced.py)."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from vllm_specplugins.engine.harness.traffic import Forced
 from vllm_specplugins.methods import runs_target
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.base_model import load_config
-from vllm_specplugins.tools.data import accepted_lengths, answered, rows_of, samples
+from vllm_specplugins.tools.data import Sample, accepted_lengths, answered, rows_of, samples
 from vllm_specplugins.tools.picker import Config, is_ours
 
 # Eight rows of messages for each task; a conversation of several turns is a prompt for each of its answers.
@@ -81,7 +81,7 @@ def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> 
     temperature or a log that does not allow it."""
     _check_forced(args, configs)
     vocab_size, count, rows = load_config(args.model).vocab_size, max(args.num_prompts, *args.max_concurrency), []
-    for sample in islice((sample for sample in answered([args.trace], _no_tokenizer) if sample.prompt), count):
+    for sample in islice((sample for sample in _of_log(args.trace) if sample.prompt), count):
         output = (sample.output or [])[: args.output_len]
         if (highest := max([*sample.prompt, *output])) >= vocab_size:
             raise ConfigError(f"--trace: {sample.place} must have token ids below {vocab_size}, not {highest}.")
@@ -94,6 +94,13 @@ def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> 
         raise ConfigError(f"--trace must be a file with a prompt and an output, not {args.trace}.")
     prompts, outputs, accepted = map(list, zip(*rows, strict=True))
     return Workload(args.trace.stem, prompts, log=Forced(outputs, accepted if args.drafter else None))
+
+
+def _of_log(file: Path) -> Iterator[Sample]:
+    try:
+        yield from answered([file], _no_tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{error}".replace("--dataset-path", "--trace", 1)) from None
 
 
 def _no_tokenizer() -> NoReturn:
