@@ -27,7 +27,7 @@ BUDGET_MS = 600
 NUM_TOKENS = 12
 ALWAYS = 1 << 30  # questions
 FEW = ["sleeps", "raises sys.exit", "returns logits", "returns ids behind the vocabulary", "writes to a history"]
-NAMES = FEW if INTERPRETED else list(HOSTILE)  # each half a minute through the interpreter
+NAMES = [name if name in FEW else long_on_v2(name) for name in HOSTILE]  # each half a minute in the interpreter
 COMMON = {"num_speculative_tokens": K, "time_budget_ms": BUDGET_MS}
 CUSTOM = {"method": "custom", "proposer": "hostile:custom", "options": {"act": "sleeps"}}
 

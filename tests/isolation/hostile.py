@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from system_acts import ACTS
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 
@@ -142,6 +143,11 @@ THROUGH: dict[str, Act] = {
 }
 for _name, _act in THROUGH.items():
     HOSTILE[f"writes through {_name}"] = lambda batch, good, act=_act: (act(batch, good), good)[1], None
+
+
+TO_ITS_PROCESS = {"fork": None, "Popen": None, "files": RAISED, "an exception in the drafting thread": RAISED}
+for _name, _kind in TO_ITS_PROCESS.items():
+    HOSTILE[f"system: {_name}"] = lambda batch, good, name=_name: (ACTS[name](), good)[1], _kind
 
 
 @hostile("replaces the fields of its batch", None)

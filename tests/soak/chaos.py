@@ -1,8 +1,8 @@
 """A proposer to be named by `--speculative-config`, which runs in the server's engine and turns on it at random steps.
 
-Its misdeeds are those of tests/isolation/hostile.py and of system_acts.py, and some of its own. Each is noted in a
-journal before it is done; by seed they are dealt like cards, so that all have their turn, over restarts, too. While the
-file `calm` is there, it behaves, and drafts what followed the last token before.
+Its misdeeds are those of tests/isolation/hostile.py, and some of its own. Each is noted in a journal before it is done;
+by seed they are dealt like cards, so that all have their turn, over restarts, too. While the file `calm` is there, it
+behaves, and drafts what followed the last token before.
 """
 
 import random
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from hostile import HANG_S, HOSTILE
-from system_acts import ACTS
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 
@@ -39,7 +38,7 @@ class Chaos:
     def __init__(self, options: dict[str, Any], context: ProposerContext):
         index, self._rate, folder = options["index"], options["rate"], Path(options["folder"])
         self._journal, self._calm = folder / f"journal.{index}", folder / "calm"
-        self._deck = sorted([*HOSTILE, *MEANWHILE, *ACTS])[index :: options["count"]]
+        self._deck = sorted([*HOSTILE, *MEANWHILE])[index :: options["count"]]
         random.Random(options["seed"]).shuffle(self._deck)
         self._num_dealt = len(self._journal.read_text().splitlines()) if self._journal.exists() else 0
         self._rng = random.Random(f"{options['seed']} {self._num_dealt}")
@@ -55,9 +54,6 @@ class Chaos:
             journal.write(name + "\n")
         if name in MEANWHILE:
             self._meanwhile = MEANWHILE[name]
-            return good
-        if name in ACTS:
-            ACTS[name]()
             return good
         return HOSTILE[name][0](batch, good)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -30,7 +31,8 @@ def _recurse() -> None:
 
 
 def _use_up_files() -> None:
-    opened = list[int]()
+    opened, (soft, hard) = list[int](), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
     try:
         with suppress(OSError):
             while True:
@@ -39,6 +41,7 @@ def _use_up_files() -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 ACTS: dict[str, Callable[[], Any]] = {

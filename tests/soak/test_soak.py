@@ -82,7 +82,6 @@ def test_what_must_not_be() -> None:
 def test_every_misdeed_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two lives of two proposers. Kills: a deck that begins anew, cards that both hold, misdeeds in the calm."""
     monkeypatch.setattr(chaos, "HOSTILE", {f"misdeed {i}": (lambda batch, good: None, None) for i in range(20)})
-    monkeypatch.setattr(chaos, "ACTS", {})
     batch = DraftBatch(["a"], [np.array([5, 6, 5], np.int32)], np.array([2], np.int32), [{}])
     context = ProposerContext(10, 100, 8, 4, tokenize=lambda text: [])
     for _ in range(2):
