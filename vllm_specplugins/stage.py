@@ -1,7 +1,7 @@
 """Defines what the engine calls on this package's proposers in addition to `Proposer`. A class of other packages is
 only a `Proposer`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer
@@ -18,6 +18,14 @@ class StageProposer(Proposer):
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs all code that a step may run, for warm-up and memory profiling."""
         return self.propose(batch)
+
+    @property
+    def has_gate(self) -> bool:
+        """Returns whether `use_profile` has an effect."""
+        return False
+
+    def use_profile(self, ms: Mapping[int, float]) -> None:
+        """Uses the times of steps by number of tokens that the engine measured at its start."""
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Sets the length of the longest request."""

@@ -18,9 +18,9 @@ from vllm_specplugins.kernels.acceptance import (
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.gate.load_costs import StepCosts
 from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE
 from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage
 
@@ -132,12 +132,11 @@ def expected_shares(
     gate: Gate, costs: StepCosts, rows: Any, found: DraftArrays, sure: Any, most: Any, max_draft: Any, continues: bool
 ) -> tuple[list[int], list[int]]:
     """By trying every depth, and for each request every draft that it allows."""
-    rate = costs.break_even_rate(len(rows))
-    prices = rate * (costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms))
+    rate, prices = gate._prices(costs, rows, found)
     price, draft_price = prices[0], rate * gate._stages[1].token.ms
     own = [probs(gate._tracker, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
     plans = []
-    for depth in range(min(K, costs.max_length(is_free=False)) + 1):
+    for depth in range(K + 1):
         total, plan = -depth * draft_price, []
         for index in range(len(rows)):
             had = [

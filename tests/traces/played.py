@@ -10,6 +10,7 @@ from stages import Played, Request, loops_at, traffic_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.stage import stage_of
 from vllm_specplugins.tools.replay.simulate import Player
 
 NOISE = 0.01  # of the times that a gate is told
@@ -83,6 +84,8 @@ class Engine:
         self._rng, self._drafting_ms, self._width = random.Random(1), 0.0, width
         length = self._traffic.max_model_len + width
         self.proposer = build(ProposerContext(1 << 15, length, batch, width, lambda text: [], agreed=self._agreed))
+        steps = {num_tokens: machine.step(num_tokens) for num_tokens in range(1, 1 + batch * (1 + width))}
+        stage_of(getattr(self.proposer, "proposer", self.proposer)).use_profile(steps)
 
     def _agreed(self, value: Any) -> Any:
         """A gate's times: of the drafting, those of the machine."""

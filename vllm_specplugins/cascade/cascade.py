@@ -1,7 +1,7 @@
 """Combines several proposers on the host."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -169,6 +169,14 @@ class Cascade(StageProposer):
         drafts = lookup.draft_ahead(batch, lookup.limits(batch, allowed))
         limits = offered.limits(batch, allowed)
         return gate.offer_length(rows, drafts, offered.index, limits, offered.max_num_draft, offered.proposer.saved_ms)
+
+    @property
+    def has_gate(self) -> bool:
+        return self._gate is not None
+
+    def use_profile(self, ms: Mapping[int, float]) -> None:
+        if self._gate is not None:
+            self._gate.use_profile(ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that uses the target's layers, with the largest possible work of a step."""

@@ -9,6 +9,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.frontend.fallback import check_choice
 from vllm_specplugins.engine.hooks import replaced
@@ -16,6 +18,7 @@ from vllm_specplugins.engine.messages import news_of
 from vllm_specplugins.engine.metrics.export import shown_on
 from vllm_specplugins.engine.metrics.port import address_of
 from vllm_specplugins.engine.metrics.report import Reporter, tell_states
+from vllm_specplugins.engine.profile import profile_of
 from vllm_specplugins.engine.session import Session
 from vllm_specplugins.engine.switch import NONE, checked_mode
 from vllm_specplugins.engine.vllm_api.compat import untested_version
@@ -101,6 +104,9 @@ class _WithProposer:
             fewer["scheduler_config"] = memory.for_warm_up(self.model_runner)
         with replaced(self._session, {"is_warming_up": True}), replaced(self.model_runner, fewer):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
+            if (proposer := stage_of(self._session.barrier.proposer)).has_gate:
+                with torch.random.fork_rng():
+                    proposer.use_profile(profile_of(self.model_runner, context_of(self.vllm_config, self.device)))
         self._reporter.drop()
         return times
 

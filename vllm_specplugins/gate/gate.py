@@ -6,23 +6,26 @@ gate therefore drafts the k-th token while
 
 where p_i is the probability that token i is accepted if the tokens before it are (kernels/acceptance), and rate is the
 number of tokens that the engine now emits per ms, or more with several requests (Dinkelbach's method for a ratio, one
-iteration per step). Times depend on batch size and context (costs.py). A new batch size starts without drafts, and then
-gets short ones. Of two stages, the one with the larger gain drafts. From time to time the gate tries a draft that it
+iteration per step). Times depend on batch size and context (load_costs.py), and begin with a profile that the engine
+measures at its start (profile.py). Several requests share one price, at which the step verifies the tokens that gain
+most together. Of two stages, the one with the larger gain drafts. From time to time the gate tries a draft that it
 does not expect to pay off. The caller measures all times. R: requests of a step, K: max draft tokens.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numba import types
 
-from vllm_specplugins.gate.costs import LoadCosts, StepCosts, UsualMs
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.drafter_length import paying_length
+from vllm_specplugins.gate.load_costs import LoadCosts, StepCosts
+from vllm_specplugins.gate.profile import StepProfile
 from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
-from vllm_specplugins.gate.usual import FEW
+from vllm_specplugins.gate.usual import FEW, UsualMs
 from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
 from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.arrays import Floats
@@ -53,6 +56,10 @@ class Gate:
         self._sizes: set[int] = set()  # of batches so far
         self._stages = defaultdict[int, StageRecord](StageRecord)
         self._trials = Trials()  # by stage and kind
+
+    def use_profile(self, ms: Mapping[int, float]) -> None:
+        """Uses the times of steps by number of tokens that the engine measured at its start."""
+        self._costs.profile = StepProfile(ms)
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         size = num_reqs.bit_length()
@@ -111,12 +118,11 @@ class Gate:
         stage_limits: IntArray,
         limits: IntArray,
     ) -> tuple[IntArray, IntArray]:
-        rate, prices = self._prices(costs, len(rows))
+        rate, prices = self._prices(costs, rows, drafts)
         draft_price = rate * self._stages[stage].token.ms
-        is_free = not any(record.token.num_calls for record in self._stages.values())
         tokens = rated(drafts), stage, np.ascontiguousarray(confidence), stage_limits, limits
         tracker = self._tracker
-        costs_of = prices, draft_price, costs.max_length(is_free), tracker.continued(stage)
+        costs_of = prices, draft_price, tracker.continued(stage)
         keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
         return keep, more
 
@@ -130,18 +136,21 @@ class Gate:
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
             return longest
-        _, prices = self._prices(costs, len(rows))
+        _, prices = self._prices(costs, rows, drafts)
         tokens = rated(drafts), stage, stage_limits, prices, self._tracker.continued(stage)
         gains = RUN_MARGIN * _gains_by_length(rows, *tokens, self._tracker.state, longest)
         times = costs.tokens_per_ms, costs.step_ms, saved_ms
         best = paying_length(gains, *times, self._trials, (stage, PASSES))
         return longest + 1 - len(gains) + best if best else 0
 
-    def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
+    def _prices(self, costs: StepCosts, rows: IntArray, drafts: DraftArrays) -> tuple[float, Floats]:
         """Returns the break-even rate, and the price in tokens of the verification of each further draft token at this
         rate, [K]."""
-        K, rate = self._max_num_draft, costs.break_even_rate(num_reqs)
-        return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
+        rate, K = costs.break_even_rate(len(rows)), self._max_num_draft
+        if len(rows) == 1:
+            return rate, rate * costs.tokens_ms(K)
+        survivals = self._tracker.accept_probs(rows, drafts).cumprod(axis=1).ravel()
+        return rate, np.full(K, costs.shared_price(rate, len(rows), survivals))
 
     def asks(self, stage: int, num_reqs: int) -> bool:
         """Returns whether to call a stage on the host. A call costs the tokens that the engine emits in its time, and
@@ -170,7 +179,7 @@ class Gate:
         if not num_without:
             return lengths
         token = self._stages[trial[0]].token if trial[1] == STARTS else UsualMs()
-        trial_ms = num_without * costs.slope_ms + token.ms
+        trial_ms = costs.more_ms(num_without) + token.ms
         is_known = not 0 < token.num_calls < FEW
         if not self._trials.due(trial, is_known * trial_ms, costs.step_ms):
             return lengths
@@ -238,7 +247,7 @@ def _gains_by_length(
 @compiled(
     types.UniTuple(Ints, 2)(
         *(Ints, DraftsType, types.int64, Reals, Ints, Ints),
-        *(_Prices, types.float64, types.int64, types.float64, StateType, Reals),
+        *(_Prices, types.float64, types.float64, StateType, Reals),
     )
 )
 def _split(
@@ -250,7 +259,6 @@ def _split(
     limits: Any,  # [R], length up to which the stage may continue drafts, 0 if it only begins drafts
     prices: Any,  # [K], price of verifying each token, in tokens
     draft_price: float,  # price of drafting one more token of the stage for all
-    longest: int,
     continued: float,  # mean accepted lookup tokens after a wholly accepted draft of the stage
     state: Any,
     whole: Any,
@@ -265,7 +273,7 @@ def _split(
         )  # fmt: skip
         gains += np.maximum(alone[index], after[index])
     depth = 0
-    for other in range(1, min(longest, K) + 1):
+    for other in range(1, K + 1):
         if gains[other] - other * draft_price > gains[depth] - depth * draft_price:
             depth = other
     num_following = 0
@@ -274,7 +282,7 @@ def _split(
         gained = alone[index] if is_alone else after[index]
         while more[index] < depth and gained[more[index] + 1] > gained[more[index]]:
             more[index] += 1
-        keep[index] = 0 if is_alone else min(lengths[index], longest)
+        keep[index] = 0 if is_alone else lengths[index]
         # A wholly accepted draft is followed by a draft twice as long, against any record, since text changes.
         if keep[index] + more[index] == 0:
             if prices[0] < GOOD_ACCEPTANCE:

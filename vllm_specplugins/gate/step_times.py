@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from vllm_specplugins.gate.profile import never_less
 from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.gate.usual import COUNT, FEW, MS, OUTLIER_RATIO, OUTLIERS, SHARE, add_ms
 from vllm_specplugins.kernels.acceptance import SHARED_DECAY
@@ -140,27 +141,6 @@ def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> floa
             nearest, has_same = distance, is_same
             guess = ms * _relative_ms(tokens, shape) / _relative_ms(its_tokens, shape)
     return float(guess)
-
-
-@compiled(types.float64[::1](types.float64[::1], types.float64[::1]))
-def never_less(values: Any, weights: Any) -> Any:
-    """Returns the nearest non-decreasing values (isotonic regression): decreasing neighbours get their mean.
-
-    >>> never_less(np.array([1.0, 3.0, 2.0, 4.0]), np.ones(4)).tolist()
-    [1.0, 2.5, 2.5, 4.0]
-    """
-    rising = np.empty(len(values))
-    pools, starts, num_pools = np.empty(len(values)), np.empty(len(values), np.int64), 0  # weights of equal values
-    for at in range(len(values)):
-        start, value, weight = at, values[at], weights[at]
-        while num_pools and rising[starts[num_pools - 1]] >= value:
-            num_pools -= 1
-            start, pool = starts[num_pools], pools[num_pools]
-            value, weight = (value * weight + rising[start] * pool) / (weight + pool), weight + pool
-        starts[num_pools], pools[num_pools] = start, weight
-        rising[start : at + 1] = value
-        num_pools += 1
-    return rising
 
 
 @compiled(types.float64[::1](types.int64, *_times_types, _shape_type))

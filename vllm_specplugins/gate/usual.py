@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from vllm_specplugins.kernels.compiled import compiled
 
 OUTLIER_RATIO = 3.0  # a step that takes this multiple of its expected time is an outlier
@@ -38,3 +40,22 @@ def add_ms(record: Any, ms: float) -> None:
         return
     record[MS] += (1.0 if record[OUTLIERS] else SHARE) * (ms - record[MS])
     record[OUTLIERS] = 0
+
+
+class UsualMs:
+    """The usual time of a call, on which one slow call has little effect."""
+
+    def __init__(self) -> None:
+        self._record = np.zeros(1 + OUTLIERS)
+
+    def add(self, ms: float) -> None:
+        add_ms(self._record, ms)
+
+    @property
+    def ms(self) -> float:
+        return float(self._record[MS])
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls, up to FEW."""
+        return int(self._record[COUNT])

@@ -57,6 +57,10 @@ class Load:
         host_ms = self.host.step_ms(num_reqs) if self.host else 0.0
         return ms + host_ms if self.waits else max(ms, host_ms)
 
+    def profile(self, num_draft: int) -> dict[int, float]:
+        """Returns the time of a step by its number of tokens, as an engine measures it at its start."""
+        return {num: self.step_ms(num, 0, 0) for num in range(1, self.batch * (1 + num_draft) + 1)}
+
     def drafting_ms(self, num_reqs: int, measured_ms: float) -> float:
         """Returns the time of drafting in ms; if the device drafts, the host's share includes it."""
         if self.draft_us is not None:
