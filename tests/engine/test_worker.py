@@ -92,6 +92,7 @@ def test_the_mark_of_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     made, marks = Worker(), list[bool]()
     made.vllm_config = made.model_runner = SimpleNamespace(kv_cache_config=None)  # type: ignore[assignment]
     made.use_v2_model_runner = False
+    made._session.barrier = SimpleNamespace(proposer=None)
     made._reporter.method, made._reporter.drop = "any", lambda: None
     monkeypatch.setattr(worker, "tell_states", lambda *_: None)
     monkeypatch.setattr(made, "_happens", lambda event: marks.append(made._session.is_warming_up))

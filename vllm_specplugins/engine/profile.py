@@ -7,35 +7,36 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.random import fork_rng
 from vllm.distributed.parallel_state import get_pp_group, get_world_group
 
 from vllm_specplugins.draft import ProposerContext
 
 SECONDS = 2.0  # no number of tokens begins after this time
 REPEATS = 3  # steps of each number, of which the fastest one counts
-MOST_TOKENS = 512  # a step of more of them counts as extended by the last slope
+MAX_TOKENS = 512  # a step of more of them counts as extended by the last slope
 
 logger = logging.getLogger("vllm.specplugins")
 
 
-def numbers(most: int) -> Iterator[int]:
-    """Yields numbers of tokens from 1 to `most`: powers of 2, `most`, and then the numbers between powers.
+def numbers(limit: int) -> Iterator[int]:
+    """Yields numbers of tokens from 1 to `limit`: powers of 2, `limit`, and then the numbers between powers.
 
     >>> list(numbers(20))
     [1, 2, 4, 8, 16, 20, 3, 6, 12]
     """
-    powers = [1 << power for power in range(most.bit_length())]
+    powers = [1 << power for power in range(limit.bit_length())]
     yield from powers
-    if most not in powers:
-        yield most
-    yield from (3 * power // 2 for power in powers[1:] if 3 * power // 2 < most)
+    if limit not in powers:
+        yield limit
+    yield from (3 * power // 2 for power in powers[1:] if 3 * power // 2 < limit)
 
 
-def measure(step: Callable[[int], Any], most: int, agreed: Callable[[Any], Any]) -> dict[int, float]:
-    """Returns the ms of a step by its number of tokens, up to `most` of them. All ranks run the same steps: `agreed`
+def measure(step: Callable[[int], Any], limit: int, agreed: Callable[[Any], Any]) -> dict[int, float]:
+    """Returns the ms of a step by its number of tokens, up to `limit` of them. All ranks run the same steps: `agreed`
     returns rank 0's value."""
     began, ms = time.perf_counter(), dict[int, float]()
-    for number in numbers(most):
+    for number in numbers(limit):
         if agreed(time.perf_counter() - began) > SECONDS and len(ms) > 1:
             break
         step(number)  # the first one may compile
@@ -54,17 +55,18 @@ def _timed(step: Callable[[int], Any], number: int) -> float:
 
 
 def profile_of(runner: Any, context: ProposerContext) -> dict[int, float]:
-    """Returns the ms of a decoding step by number of tokens, without a context and sampling; the caller restores the
-    state of random numbers. On several pipeline ranks each one runs its part of the layers."""
+    """Returns the ms of a decoding step by number of tokens, without a context and sampling. On several pipeline ranks
+    each one runs its part of the layers."""
+    pp_group, group = get_pp_group(), get_world_group()
 
     def step(number: int) -> None:
         hidden_states = runner._dummy_run(number, randomize_inputs=True)[0]
-        if get_pp_group().is_last_rank:
+        if pp_group.is_last_rank:
             runner.model.compute_logits(hidden_states[:number])
         if context.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    most = min(context.max_num_reqs * (1 + context.max_num_draft), runner.max_num_tokens, MOST_TOKENS)
-    ranks = get_pp_group().world_size
-    ms = measure(step, most, lambda value: get_world_group().broadcast_object(value, src=0))
-    return {number: ranks * each for number, each in ms.items()}
+    limit = min(context.max_num_reqs * (1 + context.max_num_draft), runner.max_num_tokens, MAX_TOKENS)
+    with fork_rng():
+        ms = measure(step, limit, lambda value: group.broadcast_object(value, src=0))
+    return {number: pp_group.world_size * each for number, each in ms.items()}

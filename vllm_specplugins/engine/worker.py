@@ -9,8 +9,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.frontend.fallback import check_choice
 from vllm_specplugins.engine.hooks import replaced
@@ -105,8 +103,7 @@ class _WithProposer:
         with replaced(self._session, {"is_warming_up": True}), replaced(self.model_runner, fewer):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
             if (proposer := stage_of(self._session.barrier.proposer)).has_gate:
-                with torch.random.fork_rng():
-                    proposer.use_profile(profile_of(self.model_runner, context_of(self.vllm_config, self.device)))
+                proposer.use_profile(profile_of(self.model_runner, context_of(self.vllm_config, self.device)))
         self._reporter.drop()
         return times
 

@@ -32,7 +32,7 @@ from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.arrays import Ints as IntArray
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
-MOST_CREDIT = 32.0  # calls in a row that a stage on the host may lose, after which the gate calls it less often
+MAX_CREDIT = 32.0  # calls in a row that a stage on the host may lose, after which the gate calls it less often
 ASK_EVERY = 64  # fewest steps between two of these calls
 RUN_MARGIN = 1.5  # a stage may gain this multiple of its expected gain, since a lookup also continues its tokens
 CUTS, STARTS, POLLS, PASSES = range(4)  # kinds of trials of a stage
@@ -43,7 +43,7 @@ class StageRecord:
     token: UsualMs = field(default_factory=UsualMs)  # time to draft one token for each request of the batch
     answer: UsualMs = field(default_factory=UsualMs)  # of a stage on the host
     num_accepted: int = 0  # its tokens that were accepted until the gate decided last
-    credit: float = MOST_CREDIT  # calls that its accepted tokens have paid for
+    credit: float = MAX_CREDIT  # calls that its accepted tokens have paid for
 
 
 class Gate:
@@ -162,7 +162,7 @@ class Gate:
         if costs is None or record.answer.ms < EXPLORE_SHARE * costs.step_ms:
             return True
         paid = gained / (costs.tokens_per_ms * record.answer.ms)
-        record.credit = min(record.credit + paid, MOST_CREDIT)
+        record.credit = min(record.credit + paid, MAX_CREDIT)
         if record.credit >= 1:
             self._trials.restart((stage, POLLS))
         elif quiet := self._trials.due((stage, POLLS), record.answer.ms, costs.step_ms, ASK_EVERY):
