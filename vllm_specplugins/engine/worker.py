@@ -103,7 +103,9 @@ class _WithProposer:
         with replaced(self._session, {"is_warming_up": True}), replaced(self.model_runner, fewer):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
             if (proposer := stage_of(self._session.barrier.proposer)).has_gate:
-                proposer.use_profile(profile_of(self.model_runner, context_of(self.vllm_config, self.device)))
+                proposer.use_profile(
+                    profile_of(self.model_runner, context_of(self.vllm_config, self.model_runner.device))
+                )
         self._reporter.drop()
         return times
 

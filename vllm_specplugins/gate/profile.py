@@ -39,8 +39,9 @@ class StepProfile:
         """Returns [number + 1], by how much 0, 1, ... more tokens than `num_tokens` lengthen a step."""
         tokens = np.arange(num_tokens, num_tokens + number + 1)
         last = len(self._ms) - 1
-        ms: Floats = self._ms[np.minimum(tokens, last)] + np.maximum(0, tokens - last) * self._last
-        return ms - ms[0]
+        ms = self._ms[np.minimum(tokens, last)] + np.maximum(0, tokens - last) * self._last
+        added: Floats = ms - ms[0]
+        return added
 
 
 def guess(num_reqs: int, ms: float) -> StepProfile:
