@@ -10,8 +10,6 @@ import torch
 from torch.random import fork_rng
 from vllm.distributed.parallel_state import get_pp_group, get_world_group
 
-from vllm_specplugins.draft import ProposerContext
-
 SECONDS = 2.0  # no number of tokens begins after this time
 REPEATS = 3  # steps of each number, of which the fastest one counts
 MAX_TOKENS = 512  # a step of more of them counts as extended by the last slope
@@ -54,7 +52,7 @@ def _timed(step: Callable[[int], Any], number: int) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-def profile_of(runner: Any, context: ProposerContext) -> dict[int, float]:
+def profile_of(runner: Any, max_num_tokens: int) -> dict[int, float]:
     """Returns the ms of a decoding step by number of tokens, without a context and sampling. On several pipeline ranks
     each one runs its part of the layers."""
     pp_group, group = get_pp_group(), get_world_group()
@@ -63,10 +61,10 @@ def profile_of(runner: Any, context: ProposerContext) -> dict[int, float]:
         hidden_states = runner._dummy_run(number, randomize_inputs=True)[0]
         if pp_group.is_last_rank:
             runner.model.compute_logits(hidden_states[:number])
-        if context.device.type != "cpu":
+        if runner.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    limit = min(context.max_num_reqs * (1 + context.max_num_draft), runner.max_num_tokens, MAX_TOKENS)
+    limit = min(max_num_tokens, runner.max_num_tokens, MAX_TOKENS)
     with fork_rng():
         ms = measure(step, limit, lambda value: group.broadcast_object(value, src=0))
     return {number: pp_group.world_size * each for number, each in ms.items()}

@@ -103,9 +103,9 @@ class _WithProposer:
         with replaced(self._session, {"is_warming_up": True}), replaced(self.model_runner, fewer):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
             if (proposer := stage_of(self._session.barrier.proposer)).has_gate:
-                proposer.use_profile(
-                    profile_of(self.model_runner, context_of(self.vllm_config, self.model_runner.device))
-                )
+                width = 1 + self.vllm_config.speculative_config.num_speculative_tokens
+                max_num_tokens = self.vllm_config.scheduler_config.max_num_seqs * width
+                proposer.use_profile(profile_of(self.model_runner, max_num_tokens))
         self._reporter.drop()
         return times
 

@@ -126,7 +126,7 @@ class StepCosts:
     def shared_price(self, rate: float, num_reqs: int, survivals: Floats) -> float:
         """Returns the price in tokens of one more draft token among several requests, if a ms is worth `rate` tokens.
         Their drafts have these probabilities to be accepted up to each token, [any number]. The best tokens are
-        verified, as many as gain most together."""
+        verified, as many as have the largest gain together."""
         scores, factor = np.sort(survivals[survivals > 0])[::-1], rate * self.scale
         prices = factor * self.profile.after(num_reqs, len(scores) + num_reqs)
         count = int((np.concatenate(([0.0], scores.cumsum())) - prices[: len(scores) + 1]).argmax())
