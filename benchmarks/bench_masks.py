@@ -216,6 +216,7 @@ def main() -> None:
             "clock": f"CPU time, the median of at least {ROUNDS} steps that take turns",
             "interval": "none",
             "vocabulary": VOCAB_SIZE,
+            "engines": data.get("engines"),
             "rows": [row for row in data["rows"] if row["vllm"] != mine] + table,
         }
         arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
