@@ -186,7 +186,7 @@ def played(seed: int, num_steps: int) -> Checked:
         if rng.random() < 0.1 and play.scheduler.running:
             play.abort(str(rng.choice([each.request_id for each in play.scheduler.running])))
         play.step()
-    play.run(600)
+    play.run(30 * num_steps)
     play.check()
     return play
 
