@@ -2,10 +2,11 @@
 of tokens that each ms must gain.
 
     ms = mean + scale * (profile ms of its tokens - profile ms of as many requests with drafts of mean length)
-    scale = (covariation + w) / (variation + w)
+    scale = (covariation + w * first scale) / (variation + w)
 
 A step also reads a context, samples, and waits for the host. Each load, a number of requests and a context, therefore
-has a mean time, and a scale by which its draft tokens take longer than in the profile; without steps the scale is 1.
+has a mean time, and a scale by which its draft tokens take longer than in the profile. Half of the difference between
+mean and profile counts as theirs at first.
 """
 
 from dataclasses import dataclass, replace
@@ -105,8 +106,8 @@ class StepCosts:
     @property
     def scale(self) -> float:
         """Returns the ratio of the time of draft tokens to their time in the profile, which is never negative."""
-        weight = self._prior_weight
-        return max(0.0, (self.covariation + weight) / (self.variation + weight))
+        weight, first = self._prior_weight, (1 + self.mean_ms / self._mean_profile) / 2
+        return max(0.0, (self.covariation + weight * first) / (self.variation + weight))
 
     @property
     def request_ms(self) -> float:
