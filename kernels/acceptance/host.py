@@ -8,7 +8,8 @@ from numba import types
 
 from ..compiled import compiled, inlined
 from ..steps import ACCEPTED, DRAFTS, KEPT, VERIFIED
-from . import BIN_ENDS, DECAY, MAX_STEP_TOKENS, PRIOR_WEIGHT, SHARED_DECAY, Drafts, State
+from . import BIN_ENDS, DECAY, MAX_STEP_TOKENS, SHARED_DECAY, Drafts, State
+from . import HOST_PRIOR_WEIGHT as PRIOR_WEIGHT
 
 EXTENDED_DECAY = 0.95  # per part of a draft that was accepted
 Ints, Reals = types.int64[::1], types.float64[:, ::1]
@@ -26,21 +27,21 @@ def bin_of(confidence: float) -> int:
 
 
 @inlined
-def accept_prob(state: Any, row: int, stage: int, confidence: float) -> float:
+def accept_prob(state: Any, row: int, stage: int, confidence: float, weight: float = PRIOR_WEIGHT) -> float:
     number = bin_of(confidence)
     prior = state.shared_accepted[stage, number] / state.shared_tried[stage, number]
-    accepted = state.accepted[row, stage, number] + PRIOR_WEIGHT * prior
-    return float(accepted / (state.tried[row, stage, number] + PRIOR_WEIGHT))
+    accepted = state.accepted[row, stage, number] + weight * prior
+    return float(accepted / (state.tried[row, stage, number] + weight))
 
 
-@compiled(types.void(StateType, Ints, DraftsType, Reals))
-def predict(state: Any, rows: Any, drafts: Any, accept_probs: Any) -> None:
+@compiled(types.void(StateType, Ints, DraftsType, types.float64, Reals))
+def predict(state: Any, rows: Any, drafts: Any, weight: float, accept_probs: Any) -> None:
     """Writes each token's acceptance probability, and 0 after a draft's end, to `accept_probs` [R, K]."""
     accept_probs[:] = 0.0
     for index in range(len(rows)):
         for place in range(drafts.num_draft[index]):
             stage, confidence = drafts.stage[index, place], drafts.confidence[index, place]
-            accept_probs[index, place] = accept_prob(state, rows[index], stage, confidence)
+            accept_probs[index, place] = accept_prob(state, rows[index], stage, confidence, weight)
 
 
 @compiled(types.void(StateType, Ints, DraftsType, types.int64[:, :, ::1], _table))

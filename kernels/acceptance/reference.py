@@ -19,9 +19,11 @@ from . import (
 )
 
 
-def new_state(num_stages: int, num_slots: int, max_num_draft: int, device: Any) -> State:
+def new_state(
+    num_stages: int, num_slots: int, max_num_draft: int, device: Any, prior_weight: float = PRIOR_WEIGHT
+) -> State:
     tried, accepted = torch.zeros(2, num_slots, num_stages, NUM_BINS, dtype=torch.float64, device=device)
-    shared_tried = torch.full((num_stages, NUM_BINS), PRIOR_WEIGHT, dtype=torch.float64, device=device)
+    shared_tried = torch.full((num_stages, NUM_BINS), prior_weight, dtype=torch.float64, device=device)
     priors = torch.tensor(FIRST_PRIORS, dtype=torch.float64).to(device)
     sent = torch.zeros(num_slots, max_num_draft, dtype=torch.float64, device=device)
     num_sent = torch.zeros(num_slots, dtype=torch.int32, device=device)

@@ -271,7 +271,7 @@ def test_extended_and_gated(engine: Any, prompts: Any, expected: Any, monkeypatc
     monkeypatch.setattr(proposer, "_context", replace(proposer._context, agreed=steady))
     change_drafter(llm, monkeypatch, lambda step: time.sleep(PAUSE_S if 1 <= len(told_ms) < 3 else 0))
     assert run(llm, prompts, NUM_TOKENS + K) == expected[: len(prompts)]  # to where an output repeats itself
-    assert len(told_ms) > 4 and min(told_ms[1:3]) >= 1000 * PAUSE_S
+    assert len(told_ms) >= 4 and min(told_ms[1:3]) >= 1000 * PAUSE_S
     if not INTERPRETED:  # the steps there are too few for a gate that has just learned the costs
         assert all(stage["accepted"] for stage in stats_of(llm))
 

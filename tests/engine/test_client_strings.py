@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from vllm_specplugins.engine.frontend.entrances import _with_checked_options
 from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options
-from vllm_specplugins.engine.frontend.prediction import _with_prediction
+from vllm_specplugins.engine.frontend.prediction import take_predictions
 from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 WITHOUT_TAPES = "no engine"
@@ -85,6 +85,7 @@ def test_salts_and_ids_at_the_entrance() -> None:
 def test_fields_of_a_chat() -> None:
     """Kills: a model, a tool, a role's name, a stop string, a user, an id, a key beside ours or the text of a
     prediction that changes another option of the request, or that vLLM's parameters lose."""
+    take_predictions()
     tokenizer = AutoTokenizer.from_pretrained(str(DEMO_MODEL))
     resolver = OptionsResolver(Configured(method="suffix_lookup"), Sizes(), tokenizer)
     for string in strings():
@@ -98,7 +99,7 @@ def test_fields_of_a_chat() -> None:
             vllm_xargs={**beside, "specplugins": '{"max_draft":2}'},
             prediction={"type": "content", "content": string},
         )  # type: ignore[arg-type]  # fmt: skip
-        params = _with_prediction(ChatCompletionRequest.to_sampling_params, chat, 9, {})
+        params = chat.to_sampling_params(9, {})
         extra = resolver.resolved(params).extra_args
         options = dict(request_options(SamplingParams(extra_args=extra)))
         assert options.pop("reference").tolist() == tokenizer.encode(string, add_special_tokens=False), string

@@ -140,6 +140,8 @@ def test_a_gate_decides_as_in_a_replay(engine: Any, monkeypatch: pytest.MonkeyPa
     def timed(gate: Gate, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         add(gate, num_reqs, STEP_MS + TOKEN_MS * num_draft, 0.1, num_draft, num_emitted)
 
+    use, profile = Gate.use_profile, {1: STEP_MS, 2: STEP_MS + TOKEN_MS}
+    monkeypatch.setattr(Gate, "use_profile", lambda gate, ms: use(gate, profile))
     monkeypatch.setattr(Gate, "add_step", timed)
     monkeypatch.setattr(Gate, "add_drafting", lambda *args: None)
     config = {**CONFIGS["prompt_lookup"], "gate": "auto"}

@@ -92,10 +92,10 @@ class Memory(TorchDispatchMode):
 @contextmanager
 def on_meta(patches: pytest.MonkeyPatch) -> Iterator[Memory]:
     import vllm.v1.worker.cpu.shm  # noqa: F401  (buffers without pinned memory)
-    from vllm_specplugins.kernels import implementations
-    from vllm_specplugins.kernels.rejection import drafts, step
+    from vllm_specplugins.kernels import implementations, rejection
+    from vllm_specplugins.kernels.rejection import drafts
 
-    for module in (implementations, drafts, step):
+    for module in (implementations, drafts, rejection):
         patches.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: "fused")
     with Memory() as memory:
         yield memory

@@ -170,7 +170,8 @@ def test_lengths_that_change(engine: Any) -> None:
 @pytest.mark.skipif(not TAPES, reason="needs graphs")
 def test_files_of_a_step(engine: Any) -> None:
     """Those of ours that a steady step of a lookup calls, without those that only a graph's recording calls, and with
-    those of a report of metrics. The goal is 32. Kills: one more file in each step."""
+    those of a report of metrics; on a CPU tensors pass one more, the host's search. The goal is 32. Kills: one more
+    file in each step."""
     llm = engine(PROMPT_LOOKUP, async_scheduling=True)
     called = set[str]()
     for index, prompt in enumerate(mixed_prompts(str(DEMO_MODEL), 2)):
@@ -186,7 +187,7 @@ def test_files_of_a_step(engine: Any) -> None:
     root = Path(vllm_specplugins.__file__).parents[1]
     folders = root / "vllm_specplugins", root / "kernels"
     ours = [path for path in {Path(name).resolve() for name in called} if any(map(path.is_relative_to, folders))]
-    assert 20 < len(ours) <= 33, sorted(ours)
+    assert 20 < len(ours) <= 34, sorted(ours)
 
 
 @pytest.mark.skipif(not TAPES, reason="needs graphs")

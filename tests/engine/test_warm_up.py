@@ -29,10 +29,10 @@ MOST = {"one-hot": 12, "sampled": 16}
 @pytest.fixture(autouse=True)
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of our operations are launches, as on a GPU."""
-    from vllm_specplugins.kernels import implementations
-    from vllm_specplugins.kernels.rejection import drafts, step
+    from vllm_specplugins.kernels import implementations, rejection
+    from vllm_specplugins.kernels.rejection import drafts
 
-    for module in (implementations, drafts, step):
+    for module in (implementations, drafts, rejection):
         monkeypatch.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: "fused")
 
 

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 from vllm_specplugins.kernels.acceptance import (
+    HOST_PRIOR_WEIGHT,
+    PRIOR_WEIGHT,
     Drafts,
     host,
     observe,
     predict,
+    reference,
 )
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
@@ -50,12 +53,14 @@ def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[
     return sum(counts), sum(map(bool, counts))
 
 
-def test_tracker() -> None:
-    """Beside plain loops, and the reference of what is learned. Fails if a row
+@pytest.mark.parametrize("prior_weight", [HOST_PRIOR_WEIGHT, PRIOR_WEIGHT])
+def test_tracker(monkeypatch: pytest.MonkeyPatch, prior_weight: float) -> None:
+    """Beside plain loops, and the reference of what is learned, with the host's prior and the device's. Fails if a row
     is mixed up, if a fate counts twice, if a token that was not verified counts, or a draft once for each token; if a
     grade, a prior or a decay is another, or if one step adds more to the record of all requests than it may."""
-    rng, tracker = np.random.default_rng(1), DraftTracker(NUM_STAGES, K)
-    state = new_state(NUM_STAGES, NUM_ROWS, K, "cpu")
+    monkeypatch.setattr(reference, "PRIOR_WEIGHT", prior_weight)
+    rng, tracker = np.random.default_rng(1), DraftTracker(NUM_STAGES, K, prior_weight)
+    state = new_state(NUM_STAGES, NUM_ROWS, K, "cpu", prior_weight)
     tracker.make_room(NUM_ROWS)
     counters, plain = ([StageCounters() for _ in range(NUM_STAGES)] for _ in range(2))
     for _ in range(60):

@@ -25,6 +25,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "isolation"))
 from grammars import grammars
 from peers import PEERS
 from system_acts import ACTS, COPIES

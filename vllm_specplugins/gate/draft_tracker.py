@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_specplugins.counters import StageCounters, count_all
 from vllm_specplugins.draft import Draft, Int32Array
-from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT, Drafts, State, host
+from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, State, host
 from vllm_specplugins.kernels.acceptance.reference import new_state
 from vllm_specplugins.kernels.steps import ACCEPTED, KINDS, SUMS
 from vllm_specplugins.structures.arrays import Floats, Ints, with_room
@@ -18,8 +18,9 @@ class DraftTracker:
     """Tables that grow with the number of requests. `state` belongs to the acceptance model. `whole` [S, M] has the
     length of each stage's part of the newest draft if that part was accepted as a whole, and 0 otherwise."""
 
-    def __init__(self, num_stages: int, max_num_draft: int):
-        state = new_state(num_stages, 1, max_num_draft, "cpu")
+    def __init__(self, num_stages: int, max_num_draft: int, prior_weight: float = HOST_PRIOR_WEIGHT):
+        self._prior_weight = prior_weight
+        state = new_state(num_stages, 1, max_num_draft, "cpu", prior_weight)
         self.state, self.whole = State(*(array.numpy() for array in state)), np.zeros((1, num_stages))
         self._extended = np.zeros((num_stages, 2))
         self._by_place = np.zeros((num_stages, len(KINDS), max_num_draft), np.int64)
@@ -52,14 +53,14 @@ class DraftTracker:
     def accept_probs(self, rows: Ints, drafts: DraftArrays) -> Floats:
         """Returns each token's acceptance probability, [R, K], 0 after a draft's end."""
         probs = np.empty(drafts.token_ids.shape)
-        host.predict(self.state, rows, rated(drafts), probs)
+        host.predict(self.state, rows, rated(drafts), self._prior_weight, probs)
         return probs
 
     def rates(self, rows: Ints, stage: int) -> Floats:
         """Returns the acceptance rate of all tokens of a stage, [R]."""
         tried, accepted, shared_tried, shared_accepted, *_ = self.state
-        prior = PRIOR_WEIGHT * shared_accepted[stage].sum() / shared_tried[stage].sum()
-        rates: Floats = (accepted[rows, stage].sum(axis=1) + prior) / (tried[rows, stage].sum(axis=1) + PRIOR_WEIGHT)
+        weight, prior = self._prior_weight, shared_accepted[stage].sum() / shared_tried[stage].sum()
+        rates: Floats = (accepted[rows, stage].sum(axis=1) + weight * prior) / (tried[rows, stage].sum(axis=1) + weight)
         return rates
 
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
@@ -77,7 +78,7 @@ class DraftTracker:
 
     def has_tried(self, stage: int) -> bool:
         """Returns whether the tried first tokens of a stage outweigh its prior."""
-        return bool(self.state.shared_tried[stage, 0] >= 2 * PRIOR_WEIGHT)
+        return bool(self.state.shared_tried[stage, 0] >= 2 * HOST_PRIOR_WEIGHT)
 
     def num_accepted(self, stage: int) -> int:
         """Returns the number of a stage's accepted tokens so far."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.gate.profile import StepProfile, guess, never_less
-from vllm_specplugins.gate.usual import FEW, OUTLIER_RATIO, outliers_after
+from vllm_specplugins.gate.profile import StepProfile, guess
+from vllm_specplugins.gate.usual import FEW, OUTLIER_RATIO, never_less, outliers_after
 from vllm_specplugins.kernels.acceptance import DECAY
 from vllm_specplugins.structures.arrays import Floats
 

@@ -1,11 +1,10 @@
 """The time of a step by its number of tokens, as the engine measures it at its start, in steps without a context."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.kernels.compiled import compiled
+from vllm_specplugins.gate.usual import never_less
 from vllm_specplugins.structures.arrays import Floats
 
 GUESSED_SHARE = 0.02  # of a step that a token takes, where nothing was measured
@@ -47,24 +46,3 @@ class StepProfile:
 def guess(num_reqs: int, ms: float) -> StepProfile:
     """Returns the profile of an engine without one, from a step of these requests."""
     return StepProfile({1: ms, 1 + num_reqs: ms * (1 + GUESSED_SHARE * num_reqs)})
-
-
-@compiled("f8[::1](f8[::1], f8[::1])")
-def never_less(values: Any, weights: Any) -> Any:
-    """Returns the nearest non-decreasing values (isotonic regression): decreasing neighbours get their mean.
-
-    >>> never_less(np.array([1.0, 3.0, 2.0, 4.0]), np.ones(4)).tolist()
-    [1.0, 2.5, 2.5, 4.0]
-    """
-    rising = np.empty(len(values))
-    pools, starts, num_pools = np.empty(len(values)), np.empty(len(values), np.int64), 0  # weights of equal values
-    for at in range(len(values)):
-        start, value, weight = at, values[at], weights[at]
-        while num_pools and rising[starts[num_pools - 1]] >= value:
-            num_pools -= 1
-            start, pool = starts[num_pools], pools[num_pools]
-            value, weight = (value * weight + rising[start] * pool) / (weight + pool), weight + pool
-        starts[num_pools], pools[num_pools] = start, weight
-        rising[start : at + 1] = value
-        num_pools += 1
-    return rising

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.gate.profile import never_less
 from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
-from vllm_specplugins.gate.usual import COUNT, FEW, MS, OUTLIER_RATIO, OUTLIERS, SHARE, add_ms
+from vllm_specplugins.gate.usual import COUNT, FEW, MS, OUTLIER_RATIO, OUTLIERS, SHARE, add_ms, never_less
 from vllm_specplugins.kernels.acceptance import SHARED_DECAY
 from vllm_specplugins.kernels.compiled import compiled, inlined
 

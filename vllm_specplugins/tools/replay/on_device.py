@@ -14,6 +14,7 @@ from vllm_specplugins.gate.budget import Prices, StepBudget
 from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.drafter_length import NEW_REPORT
+from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
 from vllm_specplugins.kernels.budget.host import share_budget
 from vllm_specplugins.structures.arrays import Ints, SlotTable
 from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, better, join, of_stage
@@ -36,7 +37,7 @@ class DeviceLengths:
         self._width, self._drafter, num_slots = max_num_draft, drafter, load.batch + 1
         self._chooser = CommonLength(max_num_draft, clock, trims=True)
         self._budget = StepBudget(num_slots, max_num_draft, drafter is not None)
-        self._tracker = DraftTracker(1 if drafter is None else 2, max_num_draft)
+        self._tracker = DraftTracker(1 if drafter is None else 2, max_num_draft, PRIOR_WEIGHT)
         self._tracker.make_room(num_slots)
         self._slots, self._is_known = SlotTable(), np.zeros(num_slots, bool)
         self._probs = np.ones((2, num_slots, max_num_draft), np.float32)  # of the newest drafts, and of those before
