@@ -10,6 +10,8 @@ import torch
 from torch.random import fork_rng
 from vllm.distributed.parallel_state import get_pp_group, get_world_group
 
+from vllm_specplugins.isolation.faults import cause_text
+
 SECONDS = 2.0  # no number of tokens begins after this time
 REPEATS = 3  # steps of each number, of which the fastest one counts
 MAX_TOKENS = 512  # a step of more of them counts as extended by the last slope
@@ -53,8 +55,8 @@ def _timed(step: Callable[[int], Any], number: int) -> float:
 
 
 def profile_of(runner: Any, max_num_tokens: int) -> dict[int, float]:
-    """Returns the ms of a decoding step by number of tokens, without a context and sampling. On several pipeline ranks
-    each one runs its part of the layers."""
+    """Returns the ms of a decoding step by number of tokens, without a context and sampling; empty after an exception,
+    such as one of memory. On several pipeline ranks each one runs its part of the layers."""
     pp_group, group = get_pp_group(), get_world_group()
 
     def step(number: int) -> None:
@@ -65,6 +67,10 @@ def profile_of(runner: Any, max_num_tokens: int) -> dict[int, float]:
             torch.accelerator.synchronize()
 
     limit = min(max_num_tokens, runner.max_num_tokens, MAX_TOKENS)
-    with fork_rng():
-        ms = measure(step, limit, lambda value: group.broadcast_object(value, src=0))
+    try:
+        with fork_rng():
+            ms = measure(step, limit, lambda value: group.broadcast_object(value, src=0))
+    except Exception as error:
+        logger.warning("The start cannot measure steps (%s), so the gate learns their times later.", cause_text(error))
+        return {}
     return {number: pp_group.world_size * each for number, each in ms.items()}

@@ -58,8 +58,8 @@ class Gate:
         self._trials = Trials()  # by stage and kind
 
     def use_profile(self, ms: Mapping[int, float]) -> None:
-        """Uses the times of steps by number of tokens that the engine measured at its start."""
-        self._costs.profile = StepProfile(ms)
+        """Uses the times of steps by number of tokens that the engine measured at its start, if there are any."""
+        self._costs.profile = StepProfile(ms) if ms else None
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         size = num_reqs.bit_length()
