@@ -62,7 +62,7 @@ IN_ENGINE_MAY_IMPORT = {
     "room": {"messages"},
     "masks": {"hooks"},
     "grammar": {"codec", "frontend", "messages", "room", "scheduler"},
-    "profile": set(),
+    "profile": {"hooks"},
     "self_check": set(),
     "scheduler": {"frontend", "messages", "metrics", "room", "switch"},
     "session": {"messages"},

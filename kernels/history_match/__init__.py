@@ -69,7 +69,7 @@ def history_match(
         min_ngram: shortest match; at the copy position one token is enough.
         max_ngram: longer matches count as equally long; 1 <= min_ngram <= max_ngram <= 16.
         longest: upper bound of the tokens in a text or reference of these rows; None: L.
-        implementation: "reference" (on a CPU) or "fused"; None: fused on a GPU, else the reference.
+        implementation: "reference" (on a CPU) or "fused"; None: fused on a GPU, the reference on a CPU.
 
     >>> import torch
     >>> tokens = torch.tensor([[1, 2, 3, 4, 1, 2, 0, 0]], dtype=torch.int32)

@@ -131,6 +131,16 @@ def test_constant_prompts(num_reqs: int) -> None:
     assert min(warm[60:]) == num_reqs * K
 
 
+def test_steps_that_sample_nothing() -> None:
+    """A long prompt takes more than COLD_STEPS steps, in which no request samples. Kills: a time of a step without
+    requests, by whose number the gate then divides."""
+    proposer: Any = build_proposer(behind_gate(parse_config({**CUSTOM, "num_speculative_tokens": K})), CONTEXT)
+    none = np.zeros(0, np.int32)
+    for _ in range(60):
+        proposer.observe(Feedback([], none, none, mixed_ms=0.0))
+    assert proposer._gate._costs.of(1, 0) is None
+
+
 class Model:
     """Runs the target: on two ranks each of its passes is a collective."""
 

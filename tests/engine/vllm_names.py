@@ -70,6 +70,7 @@ OBJECTS: dict[str, str] = {
     "InputBuffers": "buffers",
     "LLMEngine": "engine",
     "LlamaForCausalLM SupportsEagle3": "_target",
+    "KVConnector": "connector",
     "LlamaModel": "_body body",
     "LlamaModel compilation/decorators.py": "cut",
     "LogitBiasState": "bias _bias",

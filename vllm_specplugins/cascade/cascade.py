@@ -188,7 +188,7 @@ class Cascade(StageProposer):
         rows = self._rows.known(feedback.request_ids)
         self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted, feedback.num_refused)
         step_ms = None if self._gate is None else self._gate.counted_ms(feedback.step_ms, feedback.mixed_ms)
-        if self._gate is not None and step_ms is not None:
+        if self._gate is not None and step_ms is not None and len(feedback.request_ids):
             # If the drafter was skipped, the time that it would have taken is added; otherwise the gate learns steps
             # that are too cheap.
             spared_ms = self._offered.proposer.spared_ms if self._offered else 0.0

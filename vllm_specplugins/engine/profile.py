@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch.random import fork_rng
-from vllm.distributed.parallel_state import get_pp_group, get_world_group
 
+from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.isolation.faults import cause_text
 
 SECONDS = 2.0  # no number of tokens begins after this time
 REPEATS = 3  # steps of each number, of which the fastest one counts
 MAX_TOKENS = 512  # a step of more of them counts as extended by the last slope
+LOGITS_ROWS = 64  # rows of logits at a time, for which memory is left
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -32,12 +33,11 @@ def numbers(limit: int) -> Iterator[int]:
     yield from (3 * power // 2 for power in powers[1:] if 3 * power // 2 < limit)
 
 
-def measure(step: Callable[[int], Any], limit: int, agreed: Callable[[Any], Any]) -> dict[int, float]:
-    """Returns the ms of a step by its number of tokens, up to `limit` of them. All ranks run the same steps: `agreed`
-    returns rank 0's value."""
+def measure(step: Callable[[int], Any], limit: int) -> dict[int, float]:
+    """Returns the ms of a step by its number of tokens, up to `limit` of them."""
     began, ms = time.perf_counter(), dict[int, float]()
     for number in numbers(limit):
-        if agreed(time.perf_counter() - began) > SECONDS and len(ms) > 1:
+        if time.perf_counter() - began > SECONDS and len(ms) > 1:
             break
         step(number)  # the first one may compile
         ms[number] = min(_timed(step, number) for _ in range(REPEATS))
@@ -45,7 +45,7 @@ def measure(step: Callable[[int], Any], limit: int, agreed: Callable[[Any], Any]
     logger.info(
         "Measured steps of 1 to %d tokens in %.1f s: %.1f to %.1f ms.", max(ms), seconds, ms[1], max(ms.values())
     )
-    return dict(agreed(ms))
+    return ms
 
 
 def _timed(step: Callable[[int], Any], number: int) -> float:
@@ -55,22 +55,29 @@ def _timed(step: Callable[[int], Any], number: int) -> float:
 
 
 def profile_of(runner: Any, max_num_tokens: int) -> dict[int, float]:
-    """Returns the ms of a decoding step by number of tokens, without a context and sampling; empty after an exception,
-    such as one of memory. On several pipeline ranks each one runs its part of the layers."""
-    pp_group, group = get_pp_group(), get_world_group()
+    """Returns the ms of a decoding step by number of tokens, without a context, drafting and sampling. It is empty if
+    the gate must learn these times from steps: with several ranks, since one that fails would leave the others in a
+    collective; with LoRA, since vLLM's dummy step makes adapters each time; and after an exception, such as one of
+    memory."""
+    parallel = runner.vllm_config.parallel_config
+    if runner.lora_config is not None or parallel.world_size * parallel.data_parallel_size > 1:
+        return {}
+    device, rows = runner.device, max(LOGITS_ROWS, runner.max_num_reqs)
 
     def step(number: int) -> None:
-        hidden_states = runner._dummy_run(number, randomize_inputs=True)[0]
-        if pp_group.is_last_rank:
-            runner.model.compute_logits(hidden_states[:number])
-        if runner.device.type != "cpu":
+        hidden_states = runner._dummy_run(number, skip_eplb=True, randomize_inputs=True)[0][:number]
+        for at in range(0, number, rows):
+            runner.model.compute_logits(hidden_states[at : at + rows])
+        if device.type != "cpu":
             torch.accelerator.synchronize()
 
     limit = min(max_num_tokens, runner.max_num_tokens, MAX_TOKENS)
+    no_drafter = {name: None for name in ("speculator", "drafter", "speculative_config") if hasattr(runner, name)}
     try:
-        with fork_rng():
-            ms = measure(step, limit, lambda value: group.broadcast_object(value, src=0))
+        with fork_rng([] if device.type == "cpu" else [device]), torch.inference_mode(), replaced(runner, no_drafter):
+            return measure(step, limit)
     except Exception as error:
         logger.warning("The start cannot measure steps (%s), so the gate learns their times later.", cause_text(error))
+        if (connector := getattr(runner, "kv_connector", None)) is not None:
+            connector.set_disabled(False)  # the dummy step that failed has disabled it
         return {}
-    return {number: pp_group.world_size * each for number, each in ms.items()}

@@ -161,6 +161,7 @@ class LoadCosts:
 
     def __init__(self) -> None:
         self.profile: StepProfile | None = None
+        self._has_guessed = False
         self.by_load: dict[tuple[int, int], StepCosts] = {}
         self._num_mixed = 0.0  # steps with prompts before the first step that only decoded
 
@@ -173,6 +174,7 @@ class LoadCosts:
             return mixed_ms if is_cold else None
         if is_cold:
             self.by_load.clear()
+            self.profile = None if self._has_guessed else self.profile
         self._num_mixed = inf
         return step_ms
 
@@ -192,7 +194,7 @@ class LoadCosts:
 
     def add(self, num_reqs: int, num_context: int, ms: float, *step: Any) -> None:
         if self.profile is None:
-            self.profile = guess(num_reqs, ms)
+            self.profile, self._has_guessed = guess(num_reqs, ms), True
         costs = self.of(num_reqs, num_context)
         assert costs is not None
         costs.add(num_reqs, ms, *step)
