@@ -1,6 +1,7 @@
 """How near the cascade of a lookup and a recorded drafter comes to an oracle, on logs of SpecDecode-Bench.
 
     python benchmarks/bench_choosing.py combined_{instructcoder,cnn,sharegpt,gsm8k}.jsonl [--ids odd --batches 1 8 32]
+        [--runner v2]
 
 The oracle knows how many tokens each draft would bring. At each step it drafts the better of two: these tokens of a
 lookup's copy, or all K of the drafter, which then runs for all requests. Steps cost what they cost the cascade (the
@@ -31,6 +32,8 @@ from vllm_specplugins.tools.replay.candidates import (
     GATED,
     NGRAM_GPU,
     NGRAM_GPU_LENGTHS,
+    RUNNERS,
+    V1,
     Candidate,
     Drafter,
     Fixed,
@@ -88,7 +91,9 @@ def speed(traffic: Traffic, load: Load, candidate: Candidate | None) -> float:
     """Tokens a ms."""
     if candidate is None:
         return simulate(traffic, None, 0, load).tokens_per_ms
-    return simulate(traffic, candidate.build, candidate.num_draft, load, drafter=candidate.drafter).tokens_per_ms
+    return simulate(
+        traffic, candidate.build, candidate.num_draft, load, drafter=candidate.drafter, lengths=candidate.lengths
+    ).tokens_per_ms
 
 
 def oracle_speed(traffic: Traffic, load: Load, drafter: Drafter, rate: float) -> float:
@@ -105,12 +110,13 @@ def main() -> int:
     parser.add_argument("--ids", choices=["even", "odd", "all"], default="odd")
     parser.add_argument("--requests", type=int, default=1_000_000, help="of each file, at most")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--runner", choices=RUNNERS, default=V1)
     args = parser.parse_args()
     drafter, missed = Drafter.parse(DRAFTER), list[str]()
     eagle = Candidate(drafter.name, FIXED, drafter.num_draft, partial(Fixed, 0, 0), None, drafter)
     rivals = [Candidate("ngram_gpu", FIXED, number, partial(Fixed, *NGRAM_GPU)) for number in NGRAM_GPU_LENGTHS]
     lookups = [
-        Candidate.ours(name, GATED, {"method": name, "num_speculative_tokens": NUM_DRAFT})
+        Candidate.ours(name, GATED, {"method": name, "num_speculative_tokens": NUM_DRAFT}, runner=args.runner)
         for name in ("prompt_lookup", "suffix_lookup")
     ]
     columns = "eagle", "prompt_lookup", "suffix_lookup", "cascade", "of oracle", "of better stage", "lookup"
@@ -122,7 +128,7 @@ def main() -> int:
             load, cell = Load(LLAMA_3_1_8B, batch, 0.0), f"{file.stem}, {batch}"
             plain = speed(traffic, load, None)
             alone, prompt, suffix = (speed(traffic, load, one) / plain for one in (eagle, *lookups))
-            both = speed(traffic, load, beside(drafter)) / plain
+            both = speed(traffic, load, beside(drafter, args.runner)) / plain
             share = both * plain / oracle_speed(traffic, load, drafter, 2 * plain)
             better, gain = (
                 both / max(alone, prompt),
