@@ -28,6 +28,7 @@ ACTIONS = {
     "learn: training stops": "Restart to train again; report the exception.",
     "learn: training starts": "Choose another `path` to keep the old weights.",
     "learn: weights cannot": "Free the disk, or correct the rights of `path`.",
+    "The start cannot measure": "None; report it.",
     "The engine cannot export a report": "Report it.",
     "The engine cannot export metrics": "Choose a free port.",
     "The engine stops exporting": "Restart the server at a quiet time; report the exception.",

@@ -166,7 +166,8 @@ def simulate(
             agreed=engine.agreed,
         )
         engine.barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
-        stage_of(engine.barrier.proposer).use_profile(load.profile(num_draft))
+        if (stage := stage_of(engine.barrier.proposer)).has_gate:
+            stage.use_profile(load.profile(num_draft))
     waiting, running = deque(range(len(traffic.histories))), list[int]()
     while waiting or running:
         running += [waiting.popleft() for _ in range(min(len(waiting), load.batch - len(running)))]
