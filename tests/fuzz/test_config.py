@@ -66,7 +66,11 @@ def _own(method: str, own: Any) -> dict[str, Any]:
         return {"method": method, "model": own.model, **own.settings}
     values = {entry.name: getattr(own, entry.name) for entry in fields(own)}
     if "stages" in values:
-        values["stages"] = [_own(stage.method, stage.method_config) for stage in own.stages]
+        values["stages"] = [
+            _own(stage.method, stage.method_config)
+            | ({"num_speculative_tokens": length} if (length := stage.num_speculative_tokens) else {})
+            for stage in own.stages
+        ]
     return {"method": method, **values}
 
 
