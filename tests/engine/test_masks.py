@@ -275,3 +275,23 @@ def test_a_worker_applies_short_masks() -> None:
         masks._apply(apply, worker, logits, batch, names, filled)
         bits = np.unpackbits(np.concatenate(rows(filled, drafts)).view(np.uint8), axis=1, bitorder="little")
         assert np.array_equal(logits.numpy() == 0, bits[:, :SIZE] == 1)
+
+
+def test_a_slow_grammar_gets_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a client's regular expression for which all wait as often as drafts have tokens; a grammar that is slow
+    and silences others."""
+    now, calls = SimpleNamespace(s=0.0), list[str]()
+    monkeypatch.setattr(masks, "time", SimpleNamespace(thread_time=lambda: now.s))
+
+    class Request:
+        def __init__(self, name: str, seconds: float):
+            self.name, self.seconds = name, seconds
+
+    def validate(manager: Any, request: Request, token_ids: list[int]) -> list[int]:
+        calls.append(request.name)
+        now.s += request.seconds
+        return token_ids
+
+    slow, fast = Request("slow", 0.9), Request("fast", 0.001)
+    drafts = [masks._validate(validate, None, request, [1, 2]) for request in (slow, fast, slow, fast)]
+    assert drafts == [[1, 2], [1, 2], [], [1, 2]] and calls == ["slow", "fast", "fast"]

@@ -1,12 +1,17 @@
 """Limits the cost of masks for structured output: a step fills a row of the vocabulary's size for each position that it
 may verify, and the masks end at the step's longest draft (room.py limits the drafts)."""
 
+import time
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_specplugins.engine.hooks import replaced, wrap
+
+SLOW_S = 0.05  # of computing for a draft in a grammar, after which its request gets no more drafts
+_slow_requests = WeakSet[Any]()
 
 
 class _WithLength:
@@ -23,6 +28,19 @@ class _WithLength:
 def fill_short_masks() -> None:
     """Makes vLLM fill, and vLLM 0.33 send, no rows after the step's longest draft. Applied once per process."""
     wrap(StructuredOutputManager, "grammar_bitmask", _fill)
+    wrap(StructuredOutputManager, "validate_tokens", _validate)
+
+
+def _validate(original: Any, self: Any, request: Any, token_ids: Any) -> Any:
+    """Refuses the drafts of a request whose grammar is slow: all requests wait for it, and a regular expression such as
+    ((((a*)*)*)*)*b takes a second for each token."""
+    if request in _slow_requests:
+        return []
+    began = time.thread_time()
+    valid = original(self, request, token_ids)
+    if time.thread_time() - began > SLOW_S:
+        _slow_requests.add(request)
+    return valid
 
 
 def _fill(original: Any, self: Any, requests: Any, structured_output_request_ids: Any, drafts: Any) -> Any:
