@@ -33,7 +33,7 @@ def fill_short_masks() -> None:
 
 def _validate(original: Any, self: Any, request: Any, token_ids: Any) -> Any:
     """Refuses the drafts of a request whose grammar is slow: all requests wait for it, and a regular expression such as
-    ((((a*)*)*)*)*b takes a second for each token."""
+    ((((a*)*)*)*)*b takes 0.9 s for a token after 40 others."""
     if request in _slow_requests:
         return []
     began = time.thread_time()

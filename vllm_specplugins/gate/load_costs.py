@@ -22,7 +22,7 @@ from vllm_specplugins.structures.arrays import Floats
 
 COST_DECAY = 0.95  # of the means, per step
 MARGIN = 1.05  # times its price a token must gain: estimates err, and the argmax picks those that err upwards
-SHARED_MARGIN = 1.5  # times its price without drafts, among several requests; 1.25 and 2 lose 0.2 %
+SHARED_MARGIN = 1.5  # times its price without drafts, among several requests; at 32 and 128, 1.25 loses 0.2 %
 SCALE_WEIGHT = 0.2  # root of w, as a share of a step; with 0.1, two slow steps can halve the scale for long
 COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
 SHORT_CONTEXT = 1024  # tokens of all requests below which the time of attention is negligible
@@ -35,7 +35,6 @@ class StepCosts:
     """The times of one load, in ms and draft tokens of the whole step."""
 
     profile: StepProfile
-    num_reqs: int = 1
     weight: float = 0.0  # decayed number of steps
     mean_ms: float = 0.0  # without drafting
     mean_drafting_ms: float = 0.0
@@ -83,7 +82,7 @@ class StepCosts:
     @classmethod
     def first(cls, profile: StepProfile, num_reqs: int) -> "StepCosts":
         """Returns the costs before the first step."""
-        return cls(profile, num_reqs, mean_ms=profile.ms(num_reqs), mean_emitted=num_reqs, mean_reqs=num_reqs)
+        return cls(profile, mean_ms=profile.ms(num_reqs), mean_emitted=num_reqs, mean_reqs=num_reqs)
 
     def of_size(self, num_reqs: int | None) -> "StepCosts":
         """Returns a copy as a first guess for another number of requests (None: the same number)."""
@@ -91,9 +90,7 @@ class StepCosts:
             return replace(self)
         ratio, tokens = num_reqs / self.mean_reqs if self.mean_reqs else 1.0, num_reqs * (1 + self.mean_length)
         mean_ms = self.mean_ms * self.profile.ms(tokens) / self._mean_profile
-        return replace(
-            self, num_reqs=num_reqs, mean_reqs=num_reqs, mean_ms=mean_ms, mean_emitted=ratio * self.mean_emitted
-        )
+        return replace(self, mean_reqs=num_reqs, mean_ms=mean_ms, mean_emitted=ratio * self.mean_emitted)
 
     @property
     def _mean_profile(self) -> float:
