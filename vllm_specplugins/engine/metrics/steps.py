@@ -8,8 +8,7 @@ the previous step arrives, and ends with its outcome; it includes the drafting f
 import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from math import isnan, nan
 from time import perf_counter
 from typing import Any
@@ -24,45 +23,36 @@ MORE, WHOLE = "more", "none"  # labels: above the last bound; no draft token was
 BOUNDS = ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), (0, 1, 2, 4, 8, 16, 32, 64))  # of a shape's labels
 BURST = 32  # steps that are counted together
 _LABELS = tuple((*map(str, bounds), MORE) for bounds in BOUNDS)
-
-
-Shape = tuple[int, ...]  # the index of each size among its BOUNDS
+Shape = tuple[str, ...]  # its labels
 
 
 def shape_of(num_reqs: int, context: float, longest: int) -> Shape:
-    """Returns the index of the least bound that is not below each size.
+    """Returns the least bound that is not below each size.
 
-    >>> labels_of(shape_of(3, 700.5, 31)), labels_of(shape_of(300, 0, 0))
+    >>> shape_of(3, 700.5, 31), shape_of(300, 0, 0)
     (('4', '2048', '32'), ('more', '512', '0'))
     """
-    return bisect_left(BOUNDS[0], num_reqs), bisect_left(BOUNDS[1], context), bisect_left(BOUNDS[2], longest)
+    places = bisect_left(BOUNDS[0], num_reqs), bisect_left(BOUNDS[1], context), bisect_left(BOUNDS[2], longest)
+    return _LABELS[0][places[0]], _LABELS[1][places[1]], _LABELS[2][places[2]]
 
 
-def labels_of(shape: Shape) -> tuple[str, ...]:
-    return tuple(labels[place] for labels, place in zip(_LABELS, shape, strict=True))
+class _Burst:
+    """Counts of some steps, by a metric and its labels."""
 
+    def __init__(self) -> None:
+        self.counts = defaultdict[tuple[str, ...], float](float)
+        self.seconds = defaultdict[Shape, list[float]](list)  # of each step that follows another one
+        self.outcomes = defaultdict[Shape, Counter[tuple[int, int]]](Counter)  # requests, by drafted and emitted tokens
 
-@dataclass(slots=True)
-class _Steps:
-    """Sums over steps of one shape."""
-
-    num_tokens: int = 0
-    draft_seconds: float = 0.0
-    seconds: list[float] = field(default_factory=list)  # of each step that follows another one
-    by_graph: Counter[Any] = field(default_factory=Counter)  # steps, by vLLM's record of their CUDA graph
-    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)  # requests, by drafted and emitted tokens
-
-    def series(self, shape: Shape) -> Iterator[tuple[str, float]]:
-        labels = labels_of(shape)
-        yield key("shape_tokens", *labels), self.num_tokens
-        if self.seconds:
-            yield key("shape_draft_time_seconds", *labels), self.draft_seconds
-        for mode, num in self.by_graph.items():
-            yield key("shape_steps", *labels, mode.rpartition(".")[2].lower()), num
-        for (length, emitted), num in self.outcomes.items():
-            accepted = max(0, emitted - 1)
-            position = WHOLE if accepted >= length else 1 << accepted.bit_length() >> 1
-            yield key("shape_first_rejections", *labels, position), num
+    def sums(self) -> StepSums:
+        for shape, outcomes in self.outcomes.items():
+            for (length, emitted), num in outcomes.items():
+                accepted = max(0, emitted - 1)
+                position = WHOLE if accepted >= length else f"{1 << accepted.bit_length() >> 1}"
+                self.counts["shape_first_rejections", *shape, position] += num
+        counts = ((key(*series), num) for series, num in self.counts.items())
+        seconds = ((key("shape_time_seconds", *shape), tuple(times)) for shape, times in self.seconds.items())
+        return StepSums(tuple(counts), tuple(seconds))
 
 
 class StepWatch:
@@ -90,34 +80,28 @@ class StepWatch:
         steps = self._steps
         if not steps or (len(steps) < BURST and steps[-1] is not None):
             return None
-        self._steps, sums = [], defaultdict[Shape, _Steps](_Steps)
-        counts, times = defaultdict[str, float](float), list[tuple[str, tuple[float, ...]]]()
+        self._steps, burst = [], _Burst()
         try:
             for step in steps * (not self._has_failed):
-                if reason := self._count(step, sums):
-                    counts[key("undrafted_steps", reason)] += 1
-            for shape, its in sums.items():
-                for series, num in its.series(shape):
-                    counts[series] += num
-                if its.seconds:
-                    times.append((key("shape_time_seconds", *labels_of(shape)), tuple(its.seconds)))
+                self._count(step, burst)
+            return burst.sums()
         except Exception as error:
             self._has_failed = True
             logger.error("The engine stops counting steps by shape (%s). Requests continue.", cause_text(error))
-        return StepSums(tuple(counts.items()), tuple(times))
+        return StepSums()
 
-    def _count(self, step: Any, sums: Mapping[Shape, _Steps]) -> str | None:
-        """Counts a step, unless it reads prompts. Returns the reason why it verified no draft, if any."""
+    def _count(self, step: Any, burst: _Burst) -> None:
+        """Counts a step, unless it reads prompts."""
         if step is None:
             self._at = nan
-            return None
+            return
         now, scheduled, (index, cuda_graph_stat, (draft_seconds, next_reason)), num_sampled, chosen, verified = step
         before, self._at, reason, self._reason = self._at, now, self._reason, next_reason
         drafts, num_reqs = scheduled.scheduled_spec_decode_tokens, len(scheduled.num_scheduled_tokens)
         lengths = list(map(len, drafts.values()))
         decoded = num_reqs + sum(lengths)
         if not num_reqs or scheduled.scheduled_new_reqs or scheduled.total_num_scheduled_tokens != decoded:
-            return None
+            return
         if not lengths:
             reason = "scheduler" if chosen == 0 else reason or "no draft"
         else:
@@ -127,15 +111,18 @@ class StepWatch:
             longest = min(longest, verified)
         cached_request_data = scheduled.scheduled_cached_reqs
         context = sum(cached_request_data.num_computed_tokens) / num_reqs
-        its = sums[shape_of(num_reqs, context, 0 if reason else longest)]
-        its.by_graph[cuda_graph_stat.runtime_mode if cuda_graph_stat else "unknown"] += 1
-        its.num_tokens += sum(num_sampled)
+        shape = shape_of(num_reqs, context, 0 if reason else longest)
+        graph = cuda_graph_stat.runtime_mode.rpartition(".")[2].lower() if cuda_graph_stat else "unknown"
+        burst.counts["shape_steps", *shape, graph] += 1
+        burst.counts["shape_tokens", *shape] += sum(num_sampled)
         if not isnan(now - before):
-            its.draft_seconds += draft_seconds
-            its.seconds.append(now - before)
-        if reason is None and is_whole:
-            its.outcomes.update(zip(lengths, map(num_sampled.__getitem__, map(index.__getitem__, drafts)), strict=True))
-        return reason
+            burst.counts["shape_draft_time_seconds", *shape] += draft_seconds
+            burst.seconds[shape].append(now - before)
+        if reason is not None:
+            burst.counts["undrafted_steps", reason] += 1
+        elif is_whole:
+            emitted = map(num_sampled.__getitem__, map(index.__getitem__, drafts))
+            burst.outcomes[shape].update(zip(lengths, emitted, strict=True))
 
 
 class StepTotals:
