@@ -54,11 +54,8 @@ def _fill(original: Any, self: Any, requests: Any, structured_output_request_ids
     masks, max_num_rows = self._grammar_bitmask, config.scheduler_config.max_num_seqs * num_rows
     if masks is not None and len(masks) < max_num_rows:
         self._grammar_bitmask = None  # vLLM allocates more
-    self.vllm_config = _WithLength(config, num_rows - 1)
-    try:
+    with replaced(self, {"vllm_config": _WithLength(config, num_rows - 1)}):
         return original(self, requests, structured_output_request_ids, drafts)
-    finally:
-        self.vllm_config = config
 
 
 def apply_short_masks() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_specplugins.engine.harness.serving import LOGGED
-from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.hooks import replaced, wrap
 
 LARGE = 30_000.0  # above any logit, and finite in float16
 
@@ -100,11 +100,9 @@ class _OnV2:
             self._rows[slot], self._starts[slot] = new.sampling_params.extra_args[LOGGED], new.prompt_len
 
     def _sample(self, sample: Any, hidden_states: Any, input_batch: Any, *rest: Any) -> Any:
-        self._batch, self._samples = input_batch, True
-        try:
+        self._batch = input_batch
+        with replaced(self, {"_samples": True}):
             return sample(hidden_states, input_batch, *rest)
-        finally:
-            self._samples = False
 
     _samples = False
 

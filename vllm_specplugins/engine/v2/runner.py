@@ -169,12 +169,8 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
         for watcher in speculator.watchers:
             ends = step.input_batch.query_start_loc[1 : step.input_batch.num_reqs + 1]
             watcher.on_step(step.input_batch, step.hidden_states, ends - 1)
-        theirs = runner.speculator, runner.num_speculative_steps
-        runner.speculator, runner.num_speculative_steps = None, 0
-        try:
+        with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
             return _noted(speculator, sample(grammar_output))
-        finally:
-            runner.speculator, runner.num_speculative_steps = theirs
     output = _noted(speculator, sample(grammar_output))
     if hasattr(output, "model_runner_output"):
         session = speculator.session

@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.config.trees import chain_length
-from vllm_specplugins.engine.hooks import both, wrap
+from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2.trees.attention import TreeAttentionImpl
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rounds.siblings import in_rounds
@@ -148,11 +148,8 @@ class Trees:
 
     def _record(self, capture_model: Any, *args: Any, **kwargs: Any) -> Any:
         """Records graphs with masks. Graphs of more than one token per request serve steps that verify trees."""
-        self.masks = not self.is_off
-        try:
+        with replaced(self, {"masks": not self.is_off}):
             return capture_model(*args, **kwargs)
-        finally:
-            self.masks = False
 
     def verify(
         self,
