@@ -65,14 +65,14 @@ def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Functi
 
     def compiled_or_loaded(function: Function) -> Function:
         try:
-            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
+            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)
         except RuntimeError:  # neither the package's folder nor the user's cache can be written
             pass
         caching.CompileResultCacheImpl._locator_classes = [_Shipped]
         try:
-            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
+            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)
         except OSError:  # the image has no code for this processor, and none can be saved
-            return njit(signature, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
+            return njit(signature, error_model="numpy", nogil=nogil)(function)
         finally:
             del caching.CompileResultCacheImpl._locator_classes
 

@@ -144,4 +144,4 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
             f"{method}: protocol_version of {path} must be {PROTOCOL_VERSION}, the version of vllm_specplugins.draft, "
             f"not {brief(version)}."
         )
-    return imported  # type: ignore[no-any-return]
+    return imported

@@ -81,8 +81,7 @@ class Method:
         return import_object(f"vllm_specplugins.{self.stage}")
 
     def build(self, *arguments: Any) -> Proposer:
-        proposer: Proposer = import_object(f"vllm_specplugins.{self.proposer}")(*arguments)
-        return proposer
+        return import_object(f"vllm_specplugins.{self.proposer}")(*arguments)
 
 
 METHODS: Mapping[str, Method] = {

@@ -79,5 +79,4 @@ def history_match(
     [[3, 4, 1, 0]]
     """
     module = module_of(__name__, texts.token_ids, implementation)
-    match: Match = module.history_match(texts, slots, limits, max_num_draft, min_ngram, max_ngram, references, longest)
-    return match
+    return module.history_match(texts, slots, limits, max_num_draft, min_ngram, max_ngram, references, longest)

@@ -87,8 +87,7 @@ def limit(
     >>> [part.tolist() for part in limit(rows, lengths, limits, torch.tensor(4), mapping)[:2]], mapping.tolist()
     ([[1, 1], [3, 0]], [1, -1])
     """
-    result: Wanted = _module(lengths, implementation).limit(rows, lengths, limits, step_limit, mapping, of_stages)
-    return result
+    return _module(lengths, implementation).limit(rows, lengths, limits, step_limit, mapping, of_stages)
 
 
 def newest(
@@ -109,8 +108,7 @@ def newest(
     >>> [part.tolist() for part in read]
     [[6, 5], [9, 0], [0.5, 0.0]]
     """
-    result: tuple[Any, ...] = _module(mapping, implementation).newest(mapping, num_computed, last_sampled, tables)
-    return result
+    return _module(mapping, implementation).newest(mapping, num_computed, last_sampled, tables)
 
 
 def join(
@@ -130,8 +128,7 @@ def join(
     >>> [join(*drafts, continues)[0].tolist() for continues in (True, False)]
     [[[7, 8, 6]], [[7, 8, 0]]]
     """
-    result: tuple[Any, Any, Any, Any, Any] = _module(first[0], implementation).join(first, second, continues)
-    return result
+    return _module(first[0], implementation).join(first, second, continues)
 
 
 def tally(

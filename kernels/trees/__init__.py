@@ -65,7 +65,7 @@ def walk(
     >>> walk(torch.tensor([[0, 0, 0, 2]]), torch.tensor([[9, 4, 5, 6]]), torch.tensor([[5, 1, 6, 8]]))
     (tensor([[ 5,  6,  8, -1]]), tensor([3], dtype=torch.int32), tensor([[0, 2, 3, 0]]))
     """
-    return module_of(__name__, parents, implementation).walk(parents, tokens, drawn)  # type: ignore[no-any-return]
+    return module_of(__name__, parents, implementation).walk(parents, tokens, drawn)
 
 
 def compact(

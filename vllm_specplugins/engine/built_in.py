@@ -45,8 +45,7 @@ def speculative_config_of(kind: Callable[..., T], stage: StageConfig, config: Sp
                 *(name, stage.method),
             )
             setattr(result, name, off)
-    made: T = result
-    return made
+    return result
 
 
 def refuse_second_owner(theirs: Any) -> None:

@@ -79,8 +79,7 @@ def news_of(scheduler_output: Any) -> StepNews:
 
 
 def facts_of(output: Any) -> StepFacts:
-    facts: StepFacts = getattr(output, _NAME, _NO_FACTS)
-    return facts
+    return getattr(output, _NAME, _NO_FACTS)
 
 
 def send_facts(output: Any, facts: StepFacts) -> None:

@@ -47,5 +47,4 @@ def edit_drafted(
     starts = torch.cat((numbers.new_zeros(1), (numbers + 1).cumsum(0))).int()
     states = idx_mapping.long().repeat_interleave(num_rows // max(1, len(idx_mapping)))
     layout = starts, fed[is_fed].flatten().int(), edited_positions[is_fed].flatten(), states  # verification's layout
-    edited: torch.Tensor = adjust(logits, *layout, edits, num_drafts, only_last=True)
-    return edited
+    return adjust(logits, *layout, edits, num_drafts, only_last=True)

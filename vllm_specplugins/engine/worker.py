@@ -263,8 +263,7 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
     index = vllm_config.parallel_config.data_parallel_index
 
     def tokenize(text: str) -> list[int]:
-        ids: list[int] = cached_tokenizer_from_config(model_config).encode(text, add_special_tokens=False)
-        return ids
+        return cached_tokenizer_from_config(model_config).encode(text, add_special_tokens=False)
 
     def codec() -> Codec:
         from vllm_specplugins.engine.codec import TextCodec

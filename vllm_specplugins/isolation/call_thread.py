@@ -41,7 +41,7 @@ class CallThread:
         time."""
         with self._separate_random_numbers():
             self.start(function)
-            return self.take(timeout_s)  # type: ignore[no-any-return]
+            return self.take(timeout_s)
 
     def start(self, function: Callable[[], Any]) -> None:
         """Starts a function, without separate random number generators."""

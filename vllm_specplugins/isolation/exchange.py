@@ -157,8 +157,7 @@ def checked_draft(
 
 
 def _used(num_draft: Int32Array, width: int) -> npt.NDArray[np.bool_]:
-    mask: npt.NDArray[np.bool_] = np.arange(width) < num_draft[:, None]
-    return mask
+    return np.arange(width) < num_draft[:, None]
 
 
 def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: int = 0) -> npt.NDArray[Any]:

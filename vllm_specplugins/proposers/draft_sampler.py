@@ -180,8 +180,7 @@ class ModelProposer(StageProposer):
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """Returns logits [N, V] of states [N, H]."""
-        logits: torch.Tensor = (target.forward if self.head is None else self.head).logits(states)
-        return logits
+        return (target.forward if self.head is None else self.head).logits(states)
 
     def choose(
         self, target: Target, states: torch.Tensor, prefix: Prefix, rates: bool = False, needs_logits: bool = False

@@ -73,8 +73,7 @@ class EarlyExit(ModelProposer):
         return states
 
     def _states(self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        states: torch.Tensor = target.forward.hidden_states(self.layers, token_ids, positions, normed=self.head is None)
-        return states
+        return target.forward.hidden_states(self.layers, token_ids, positions, normed=self.head is None)
 
     def next_tokens(
         self, target: Target, token_ids: Any, positions: Any, drafts: Any, num_before: Any

@@ -28,10 +28,9 @@ class Jump(ModelProposer):
             early = forward.hidden_states(config.early_layers, token_ids, positions, normed=False)
         else:
             early = forward.embeddings(token_ids)
-        late: torch.Tensor = forward.hidden_states_of(
+        return forward.hidden_states_of(
             config.late_layer, config.num_layers, self.part.states(early, states), positions
         )
-        return late
 
 
 def check(config: JumpConfig, sizes: TargetSizes) -> None:

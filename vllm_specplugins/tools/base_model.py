@@ -54,8 +54,7 @@ class BaseModel:
     @property
     def head_weight(self) -> torch.Tensor:
         """Returns the weight of the head, [V, H]."""
-        weight: torch.Tensor = self.model.get_output_embeddings().weight
-        return weight
+        return self.model.get_output_embeddings().weight
 
     @torch.no_grad()
     def hidden_states(self, rows: Sequence[Sequence[int]]) -> Iterator[list[torch.Tensor]]:
@@ -134,8 +133,7 @@ class BaseModel:
                 position_ids=positions[None, first:],
                 past_key_values=cache,
             )
-            last: torch.Tensor = output.last_hidden_state[0].float()
-            return last
+            return output.last_hidden_state[0].float()
 
         return run
 

@@ -136,11 +136,9 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     if any."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
     turns = [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
-    ids = tokenizer("".join(turns) + "Assistant:")["input_ids"]
-    return ids
+    return tokenizer("".join(turns) + "Assistant:")["input_ids"]
 
 
 def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False) -> list[int]:
@@ -149,11 +147,9 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ConfigError(f"must have text without lone surrogates as {key}, not {brief(value)}.")
-        ids: list[int] = tokenizer()(value, add_special_tokens=is_start)["input_ids"]
-        return ids
+        return tokenizer()(value, add_special_tokens=is_start)["input_ids"]
     if _are_counts(value):
-        ids = value
-        return ids
+        return value
     raise ConfigError(f"must have text or token ids as {key}, not {brief(value)}.")
 
 

@@ -112,8 +112,7 @@ def _split(detokenizer: Any, text: str, token_ids: list[int]) -> Iterator[tuple[
 
 def _next(detokenizer: Any, token_id: int) -> str:
     detokenizer.update([token_id], False)
-    text: str = detokenizer.get_next_output_text(False, True)
-    return text
+    return detokenizer.get_next_output_text(False, True)
 
 
 def _merged(first: Any, second: Any) -> Any:

@@ -93,8 +93,7 @@ class FirstLayers:
 
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns states [num_tokens, hidden_size] before the first layer, of token ids [num_tokens]."""
-        embeddings: torch.Tensor = self._body.embed_input_ids(token_ids)
-        return embeddings
+        return self._body.embed_input_ids(token_ids)
 
     def of_states(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
@@ -102,8 +101,7 @@ class FirstLayers:
         """Returns hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), from the states before
         them. If the range is empty, no attention runs, and no forward context is needed."""
         if first_layer == end_layer:  # a body's forward expects the residual of a layer
-            alone: torch.Tensor = self._body.norm(states) if normed else states
-            return alone
+            return self._body.norm(states) if normed else states
         cut = Cut(tuple(range(first_layer, end_layer)), normed, takes_states=True)
         return self._cut(cut)(None, positions, None, inputs_embeds=states)
 
@@ -142,8 +140,7 @@ class FirstLayers:
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits [num_tokens, vocab_size] of normed hidden states."""
-        logits: torch.Tensor = self._target.compute_logits(hidden_states)
-        return logits
+        return self._target.compute_logits(hidden_states)
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns token ids [num_tokens] of the largest logits. Tensor-parallel ranks exchange their best tokens
@@ -153,8 +150,7 @@ class FirstLayers:
         has_best = hasattr(processor, "get_top_tokens")  # not if adapters change the logits
         if not has_best or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
             return self.logits(hidden_states).argmax(dim=-1)
-        token_ids: torch.Tensor = processor.get_top_tokens(head, hidden_states)
-        return token_ids
+        return processor.get_top_tokens(head, hidden_states)
 
 
 class _Sum(nn.Module):

@@ -70,8 +70,7 @@ class BuiltInDrafter:
             choose = partial(self._cascade.offer_length, batch, num_accepted)
             num_tokens = min(self._barrier.guard.call(batch, choose) or 0, num_tokens)
         work = partial(self._draft, num_tokens, rows, has_prompt, scheduler_output, sampled_token_ids, *step)
-        offer: Offer | None = self._guard.call_in_engine(work, is_timed=not has_prompt)
-        return offer
+        return self._guard.call_in_engine(work, is_timed=not has_prompt)
 
     def _draft(
         self,

@@ -59,8 +59,7 @@ def replaced() -> tuple[Replaced, ...]:
 @cache
 def names() -> Mapping[str, Mapping[str, str | None]]:
     """File in vLLM's folder -> "function", "Class.member" or a global name -> its parameters, or None."""
-    listed: dict[str, dict[str, str | None]] = json.loads(NAMES_FILE.read_text())
-    return listed
+    return json.loads(NAMES_FILE.read_text())
 
 
 def runner_of(file: str) -> str | None:

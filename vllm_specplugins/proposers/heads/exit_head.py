@@ -38,5 +38,4 @@ class ExitHead(TrainedPart):
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns logits [N, V] of hidden states [N, H] after these layers, before any norm."""
-        logits: torch.Tensor = self.head(self.norm(hidden_states))
-        return logits
+        return self.head(self.norm(hidden_states))

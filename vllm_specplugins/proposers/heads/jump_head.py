@@ -49,8 +49,7 @@ class JumpHead(TrainedPart):
         layers, [N, H], and the previous token's states after the final norm, [N, H], which come from the target or the
         last jump."""
         both = torch.cat((self.norm(early), last), dim=-1)
-        states: torch.Tensor = early + self.mix(both) + self.down(silu(self.up(both)))
-        return states
+        return early + self.mix(both) + self.down(silu(self.up(both)))
 
 
 def check_jump(folder: str | Path, *, num_layers: int, hidden_size: int) -> JumpHeadConfig:

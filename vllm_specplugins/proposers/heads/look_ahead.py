@@ -36,10 +36,9 @@ class LookAhead(TrainedPart):
         ahead = self.embeddings.weight[: num_steps - 1].expand(len(newest), -1, -1)
         positions = (target.num_tokens - 1)[:, None] + torch.arange(num_steps, device=newest.device)
         positions.clamp_(max=max_position)
-        states: torch.Tensor = target.forward.hidden_states_of(
+        return target.forward.hidden_states_of(
             0, exit_layer, torch.cat((newest, ahead), dim=1), positions, normed=normed
         )
-        return states
 
 
 def check_look_ahead(folder: str | Path, *, exit_layer: int, hidden_size: int, num_draft: int) -> None:

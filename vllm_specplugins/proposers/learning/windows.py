@@ -94,8 +94,7 @@ class Windows:
 
     @property
     def num_bytes(self) -> int:
-        size: int = self._states.nbytes
-        return size
+        return self._states.nbytes
 
     def add(self, reading: Reading) -> None:
         for request_id in reading.gone:

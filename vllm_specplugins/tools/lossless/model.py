@@ -101,8 +101,7 @@ class ExactModel:
             for stop in params.get("stop_token_ids", ()):
                 probs[(prefixes == stop).any(-1)] = torch.eye(self._vocab_size, dtype=torch.float64)[stop]
             joint = joint[..., None] * probs.reshape([self._vocab_size] * (length + 1))
-        result: NDArray[np.float64] = joint.numpy()
-        return result
+        return joint.numpy()
 
     def _prefixes(self, length: int) -> torch.Tensor:
         """Returns all prefixes in order, [V ** length, length]."""

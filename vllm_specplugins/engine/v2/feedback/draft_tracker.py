@@ -110,8 +110,7 @@ class DraftTracker:
     def survivals(self, drafts: DraftArrays) -> torch.Tensor:
         """Returns the probability that a draft is accepted up to each position, [R, K]."""
         slots = self._rows.slots[: len(drafts.num_draft)]
-        survival: torch.Tensor = survivals(self._state, slots, _rated(drafts))
-        return survival
+        return survivals(self._state, slots, _rated(drafts))
 
     def watch_worth(self) -> None:
         """Makes `worth` report to the host."""

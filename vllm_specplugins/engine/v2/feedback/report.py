@@ -154,8 +154,7 @@ class Tally:
         if slots:
             rows = async_tensor_h2d(np.array(slots), self._by_slot.device)
             self._over.append(AsyncCopy((), self._by_slot[rows]))
-        rates: list[float] = [accepted / verified for verified, accepted in pairs.tolist() if verified]
-        return rates
+        return [accepted / verified for verified, accepted in pairs.tolist() if verified]
 
     def add_rows(self, rows: Rows, wanted: torch.Tensor, num_draft: torch.Tensor, staged: Staged | None = None) -> None:
         """Counts new drafts and the outcome of the last ones (kernels/steps)."""

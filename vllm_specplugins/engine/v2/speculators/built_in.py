@@ -278,8 +278,7 @@ def with_drafter(build: Callable[..., Any], vllm_config: VllmConfig, *arguments:
             ours.offer = guard.call_in_engine(theirs_now, is_timed=not takes_in_prompts)
         if ours.offer is None and is_on_device:
             ours.offers.begin(0)
-        result: torch.Tensor = ours.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
-        return result
+        return ours.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
 
     theirs.propose = propose_both
     for name in ("load_model", "set_attn", "init_cudagraph_manager", "capture"):
