@@ -40,7 +40,7 @@ def test_as_a_stage() -> None:
     stages = [{"method": "prompt_lookup"}, {"method": "repeat", "times": 4}]
     config = parse_config({"method": "cascade", "gate": "off", "stages": stages})
     assert [stage.method for stage in config.method_config.stages] == ["prompt_lookup", "repeat"]
-    assert [name for name, _ in built(config).named_stages()] == ["0 prompt_lookup", "1 repeat"]
+    assert [stage.title for stage in built(config).stages] == ["0 prompt_lookup", "1 repeat"]
     limits = Limits(config, 100, 64)
     understood({"stages": ["repeat"], "its_own": 1}, limits)
     with pytest.raises(ConfigError, match="is not an option"):

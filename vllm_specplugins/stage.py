@@ -1,7 +1,8 @@
 """Defines what the engine calls on this package's proposers in addition to `Proposer`. A class of other packages is
 only a `Proposer`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer
@@ -10,7 +11,12 @@ Series = tuple[str, tuple[str, ...], float]  # a metric's name, labels in additi
 
 
 class StageProposer(Proposer):
-    """A method, alone or as a stage of a cascade, or a whole cascade. The default methods do nothing."""
+    """A method, alone or as a stage of a cascade, or a whole cascade. The default methods do nothing.
+
+    Attributes: stages: of a cascade, with their titles, proposers and counters (cascade.stage.Stage).
+    """
+
+    stages: Sequence[Any] = ()
 
     def propose(self, batch: DraftBatch) -> Draft:
         return Draft.empty(batch.num_reqs)
@@ -48,13 +54,9 @@ class StageProposer(Proposer):
     def close(self) -> None:
         """Saves files before the engine ends."""
 
-    def named_stages(self) -> list[tuple[str, Proposer]]:
-        """Returns the stages of a cascade, by the names of their counters; empty for a single method."""
-        return []
-
     def stage_counters(self) -> dict[str, StageCounters]:
         """Returns the running totals of a cascade's stages, by "index method"."""
-        return {}
+        return {stage.title: stage.counters for stage in self.stages}
 
     def settle_stages(self) -> None:
         """Makes a cascade's stages forget ended requests now, since no step may follow for a while."""
@@ -78,4 +80,4 @@ def stage_of(proposer: object) -> StageProposer:
 
 def stages_of(proposer: Proposer, title: str) -> list[tuple[str, Proposer]]:
     """Returns the stages of a cascade, or the single proposer with its title, by the names of their counters."""
-    return stage_of(proposer).named_stages() or [(title, proposer)]
+    return [(stage.title, stage.proposer) for stage in stage_of(proposer).stages] or [(title, proposer)]

@@ -39,7 +39,7 @@ def cascade(*stages: Any, act: str = "sleeps", context: ProposerContext = CONTEX
     config = {"method": "cascade", "gate": "off", "stages": list(stages)}
     proposer = build_proposer(parse_config(config), context)
     assert isinstance(proposer, Cascade)
-    for _, stage in proposer.named_stages():
+    for stage in (held.proposer for held in proposer.stages):
         if isinstance(stage, HostileProposer):
             stage.act, stage.start = HOSTILE[act][0], 0
     return proposer

@@ -124,7 +124,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
     allow, or longer than that stage's own most, if the exit does not follow the lookup's tokens under `auto`, or
     follows them under `verify`, or if it takes more steps under `auto` than a draft of its own has tokens."""
     cascade = on_host(policy, most)
-    proposer = dict(cascade.named_stages())["1 early_exit"]
+    proposer = cascade.stages[1].proposer
     proposer.continues_drafts = policy == "auto"
     tracker = SimpleNamespace(worth=lambda drafts, *_, **__: SimpleNamespace(num_kept=drafts.num_draft))
     source = CheckedOnDevice(proposer) if policy == "verify" else DeviceModel(proposer, tracker)

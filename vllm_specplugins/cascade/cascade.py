@@ -10,7 +10,7 @@ from vllm_specplugins.cascade.built_in import offered_of
 from vllm_specplugins.cascade.stage import Source, Stage
 from vllm_specplugins.config import SpecConfig, stage_names
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.methods import method_of
@@ -230,10 +230,7 @@ class Cascade(StageProposer):
 
     def stage_counters(self) -> dict[str, StageCounters]:
         self._tracker.move_to([stage.counters for stage in self.stages])
-        return {stage.title: stage.counters for stage in self.stages}
-
-    def named_stages(self) -> list[tuple[str, Proposer]]:
-        return [(stage.title, stage.proposer) for stage in self.stages]
+        return super().stage_counters()
 
 
 def _limits(batch: DraftBatch) -> Ints:

@@ -9,7 +9,6 @@ import torch
 
 from vllm_specplugins.cascade.stage import Stage
 from vllm_specplugins.config import StageConfig
-from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, ProposerContext
 from vllm_specplugins.kernels.acceptance import Other
 from vllm_specplugins.kernels.steps import join
@@ -58,12 +57,6 @@ class DeviceCascade(StageProposer):
             method_of(config.method).stage_kind(index, config, config.method, proposer, context, None)
             for index, (config, proposer) in enumerate(zip(configs, proposers, strict=True))
         ]
-
-    def stage_counters(self) -> dict[str, StageCounters]:
-        return {stage.title: stage.counters for stage in self.stages}
-
-    def named_stages(self) -> list[tuple[str, Any]]:
-        return [(stage.title, stage.proposer) for stage in self.stages]
 
 
 class DeviceModel:
