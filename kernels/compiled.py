@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,22 +60,21 @@ def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Functi
     """Compiles at import, so no request waits, and caches the machine code next to the module if possible. `nogil` lets
     other threads run meanwhile; callers must then ensure that no thread changes the arrays."""
 
+    build = partial(njit, signature, error_model="numpy", nogil=nogil)
+
     def decorate(function: Function) -> Function:
         with _stamped(function):
-            return compiled_or_loaded(function)
-
-    def compiled_or_loaded(function: Function) -> Function:
-        try:
-            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)
-        except RuntimeError:  # neither the package's folder nor the user's cache can be written
-            pass
-        caching.CompileResultCacheImpl._locator_classes = [_Shipped]
-        try:
-            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)
-        except OSError:  # the image has no code for this processor, and none can be saved
-            return njit(signature, error_model="numpy", nogil=nogil)(function)
-        finally:
-            del caching.CompileResultCacheImpl._locator_classes
+            try:
+                return build(cache=True)(function)
+            except RuntimeError:  # neither the package's folder nor the user's cache can be written
+                pass
+            caching.CompileResultCacheImpl._locator_classes = [_Shipped]
+            try:
+                return build(cache=True)(function)
+            except OSError:  # the image has no code for this processor, and none can be saved
+                return build()(function)
+            finally:
+                del caching.CompileResultCacheImpl._locator_classes
 
     return decorate
 

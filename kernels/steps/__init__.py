@@ -87,7 +87,7 @@ def limit(
     >>> [part.tolist() for part in limit(rows, lengths, limits, torch.tensor(4), mapping)[:2]], mapping.tolist()
     ([[1, 1], [3, 0]], [1, -1])
     """
-    return _module(lengths, implementation).limit(rows, lengths, limits, step_limit, mapping, of_stages)
+    return module_of(__name__, lengths, implementation).limit(rows, lengths, limits, step_limit, mapping, of_stages)
 
 
 def newest(
@@ -108,7 +108,7 @@ def newest(
     >>> [part.tolist() for part in read]
     [[6, 5], [9, 0], [0.5, 0.0]]
     """
-    return _module(mapping, implementation).newest(mapping, num_computed, last_sampled, tables)
+    return module_of(__name__, mapping, implementation).newest(mapping, num_computed, last_sampled, tables)
 
 
 def join(
@@ -128,7 +128,7 @@ def join(
     >>> [join(*drafts, continues)[0].tolist() for continues in (True, False)]
     [[[7, 8, 6]], [[7, 8, 0]]]
     """
-    return _module(first[0], implementation).join(first, second, continues)
+    return module_of(__name__, first[0], implementation).join(first, second, continues)
 
 
 def tally(
@@ -142,8 +142,4 @@ def tally(
     implementation: str | None = None,
 ) -> None:
     """Counts new drafts and the outcome of the last ones; without `staged` there is no cascade."""
-    _module(totals.cells, implementation).tally(totals, rows, wanted, num_draft, max_num_draft, staged)
-
-
-def _module(array: Any, implementation: str | None) -> Any:
-    return module_of(__name__, array, implementation)
+    module_of(__name__, totals.cells, implementation).tally(totals, rows, wanted, num_draft, max_num_draft, staged)
