@@ -50,18 +50,65 @@ class Report:
         return may_differ or not any(row.num_different for row in self.rows)
 
     def verdict(self) -> tuple[str, Config | None]:
-        if self.is_lossless:
-            return verdict([row for row in self.rows if not row.cell.rate], self.configs)
-        if self.conditions["forced"]:
+        """Returns advice in words, and the configuration of the best method; None for no speculation, or if the result
+        is uncertain. A method is recommended if the 95 % interval of its ratio to no speculation, over rounds in which
+        both serve the same prompts, is above 1, and its median pays off."""
+        if not self.is_lossless and self.conditions["forced"]:
             return "An output differs from the log that the engines were forced to emit.", None
-        return "Error: speculation changed an output in float32.", None
+        if not self.is_lossless:
+            return "Error: speculation changed an output in float32.", None
+        rows = [row for row in self.rows if not row.cell.rate]
+        by_method = {name: [row for row in rows if row.method == name] for name in self.configs}
+        gains = {name: mean_ratio(its) for name, its in by_method.items()}
+        best = max(list(gains)[1:], key=lambda name: gains[name].median)
+        words, gain = f"{best}: {gains[best]}", gains[best]
+        if len(cells := by_method[best]) > 1:
+            low, high = (end(cells, key=lambda row: row.ratio.median) for end in (min, max))
+            words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
+            if low.ratio.median < LOSES:
+                words += f"; serve such traffic ({low.cell}) without speculation"
+        num_rounds, num_requests = len(gain.rounds), min(row.num_outputs for row in rows)
+        doubts = [f"it needs {MIN_ROUNDS} rounds, not {num_rounds}"] * (num_rounds < MIN_ROUNDS)
+        if num_requests < MIN_REQUESTS:
+            doubts.append(f"it needs {MIN_REQUESTS} requests of each workload, not {num_requests}")
+        if doubts:
+            return f"No advice: {'; '.join(doubts)}. The highest median has {words}.", None
+        low_end, high_end = gain.interval()
+        if high_end <= 1 or gain.median < PAYS:
+            return f"Serve without speculation. The best method here is {words}.", None
+        if low_end <= 1:
+            return (
+                f"No advice: the interval of the best method, {low_end:.2f} to {high_end:.2f} times as fast as no "
+                f"speculation, includes 1; more rounds narrow it. The highest median has {words}."
+            ), None
+        rivals = [name for name in list(gains)[1:] if name != best and gain.interval(gains[name])[0] <= 1]
+        equal = f" ({', '.join(rivals)} may be as fast)" if rivals else ""
+        return f"Serve with {words}{equal}.\n{serve_with(self.configs[best] or {})}", self.configs[best]
 
     def notes(self) -> Iterator[str]:
+        """Yields the conditions of the run, and reasons for doubt."""
         yield FRESH
         if names := self.conditions["short"]:
             yield f"{', '.join(names)} has fewer prompts than requested, so rounds share them."
-        yield from notes(self.rows, self.machine.dtype)
-        machine, done = self.machine, self.conditions
+        for row in self.rows:
+            if row.num_faults:
+                yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
+        plain, machine, done = [row for row in self.rows if row.method == NONE], self.machine, self.conditions
+        if wide := [str(row.cell) for row in self.rows if row.ratio.is_wide]:
+            cause = "rounds have different prompts, and other work may have loaded the machine"
+            yield f"Ranges are wide ({'; '.join(dict.fromkeys(wide))}): {cause}."
+        if timed := [str(row.cell) for row in plain if row.clock == "cpu"]:
+            yield f"Times are CPU time of the engine's thread, because wall time was noisy ({'; '.join(timed)})."
+        if looping := [str(row.cell) for row in plain if row.loops]:
+            yield (
+                f"Loops: more than half of the output repeats itself ({'; '.join(looping)}), which favours lookups: "
+                "expect less on other text."
+            )
+        if any(row.num_different for row in self.rows) and machine.dtype != "float32":
+            cause = "rounding depends on the number of tokens that a step verifies"
+            yield f"Outputs in {machine.dtype} may differ: {cause}."
+        if any(row.num_different is None for row in self.rows):
+            yield "Sampled outputs are not compared; `verify-lossless` tests their distribution."
         packages = ", ".join(f"{name} {number}" for name, number in versions("vllm", "torch").items())
         turns = " in which the engines took turns" if done["together"] else ", one engine after the other"
         yield (
@@ -70,63 +117,9 @@ class Report:
         )
 
 
-def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
-    """Returns advice in words, and the configuration of the best method; None for no speculation, or if the result is
-    uncertain. A method is recommended if the 95 % interval of its ratio to no speculation, over rounds in which both
-    serve the same prompts, is above 1, and its median pays off."""
-    by_method = {name: [row for row in rows if row.method == name] for name in configs}
-    gains = {name: mean_ratio(its) for name, its in by_method.items()}
-    best = max(list(gains)[1:], key=lambda name: gains[name].median)
-    words, gain = f"{best}: {gains[best]}", gains[best]
-    if len(cells := by_method[best]) > 1:
-        low, high = (end(cells, key=lambda row: row.ratio.median) for end in (min, max))
-        words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
-        if low.ratio.median < LOSES:
-            words += f"; serve such traffic ({low.cell}) without speculation"
-    num_rounds, num_requests = len(gain.rounds), min(row.num_outputs for row in rows)
-    doubts = [f"it needs {MIN_ROUNDS} rounds, not {num_rounds}"] * (num_rounds < MIN_ROUNDS)
-    if num_requests < MIN_REQUESTS:
-        doubts.append(f"it needs {MIN_REQUESTS} requests of each workload, not {num_requests}")
-    if doubts:
-        return f"No advice: {'; '.join(doubts)}. The highest median has {words}.", None
-    low_end, high_end = gain.interval()
-    if high_end <= 1 or gain.median < PAYS:
-        return f"Serve without speculation. The best method here is {words}.", None
-    if low_end <= 1:
-        return (
-            f"No advice: the interval of the best method, {low_end:.2f} to {high_end:.2f} times as fast as no "
-            f"speculation, includes 1; more rounds narrow it. The highest median has {words}."
-        ), None
-    rivals = [name for name in list(gains)[1:] if name != best and gain.interval(gains[name])[0] <= 1]
-    equal = f" ({', '.join(rivals)} may be as fast)" if rivals else ""
-    return f"Serve with {words}{equal}.\n{serve_with(configs[best] or {})}", configs[best]
-
-
 def mean_ratio(rows: Sequence[Row]) -> Spread:
     """Returns the ratios of a method: in each round, the geometric mean over the cells."""
     return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
-
-
-def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
-    """Yields reasons for doubt, derived from the rows."""
-    for row in rows:
-        if row.num_faults:
-            yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
-    plain = [row for row in rows if row.method == NONE]
-    if wide := [str(row.cell) for row in rows if row.ratio.is_wide]:
-        cause = "rounds have different prompts, and other work may have loaded the machine"
-        yield f"Ranges are wide ({'; '.join(dict.fromkeys(wide))}): {cause}."
-    if timed := [str(row.cell) for row in plain if row.clock == "cpu"]:
-        yield f"Times are CPU time of the engine's thread, because wall time was noisy ({'; '.join(timed)})."
-    if looping := [str(row.cell) for row in plain if row.loops]:
-        yield (
-            f"Loops: more than half of the output repeats itself ({'; '.join(looping)}), which favours lookups: expect "
-            "less on other text."
-        )
-    if any(row.num_different for row in rows) and dtype != "float32":
-        yield f"Outputs in {dtype} may differ: rounding depends on the number of tokens that a step verifies."
-    if any(row.num_different is None for row in rows):
-        yield "Sampled outputs are not compared; `verify-lossless` tests their distribution."
 
 
 def tell_cell(rows: Sequence[Row]) -> None:
