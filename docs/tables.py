@@ -100,8 +100,7 @@ def ratio_of(rows: list[Facts], method: str, others: list[str]) -> list[float]:
     """The speed of a method of the best of others, and its range."""
     rival = max((best(rows, other) for other in others), key=lambda row: row["speed_up"])
     name = NONE if rival["method"] == NONE else f"{rival['method']}, K = {rival['num_draft']}"
-    ratio: list[float] = best(rows, method)["beside"][name]
-    return ratio
+    return best(rows, method)["beside"][name]
 
 
 def cells(data: Facts) -> Iterator[tuple[str, int, list[Facts]]]:
@@ -131,7 +130,7 @@ def lookup_table(data: Facts) -> str:
         gains.append(ratio)
         theirs, ours = (best(own, name) for name in ("ngram_gpu", "prompt_lookup"))
         if batch in SHOWN:
-            rows.append([f"{task}, {batch}", speed(theirs), speed(ours), f"{ratio:.2f} ({low:.2f}-{high:.2f})"])
+            rows.append([f"{task}, {batch}", speed(theirs), speed(ours), ranged(ratio, low, high)])
     rows.append(["geometric mean of 1, 8, 32", "", "", f"{mean(gains):.2f}"])
     return table("task, requests", "`ngram_gpu`, best K", "`prompt_lookup`", "ratio to the best other", rows=rows)
 
@@ -144,10 +143,10 @@ def cascade_table(data: Facts) -> str:
     for task, batch, own in (cell for cell in cells(data) if cell[1] in SHOWN):
         names = drafter, RULE, "cascade"
         speeds = [f"{best(own, name)['speed_up']:.2f}" for name in names]
-        ratio, low, high = ratio_of(own, "cascade", [RULE])
+        of_rule = ranged(*ratio_of(own, "cascade", [RULE]))
         of_stage = ratio_of(own, "cascade", [drafter])[0]
         of_stage = min(of_stage, best(own, "cascade")["speed_up"] / best(own, "prompt_lookup")["speed_up"])
-        rows.append([f"{task}, {batch}", *speeds, f"{ratio:.2f} ({low:.2f}-{high:.2f})", f"{of_stage:.2f}"])
+        rows.append([f"{task}, {batch}", *speeds, of_rule, f"{of_stage:.2f}"])
     columns = "task, requests", "drafter", "rule", "cascade", "ratio to rule", "ratio to better stage"
     return table(*columns, rows=rows)
 
@@ -176,9 +175,14 @@ def _figure(speed_up: float | None) -> str:
     return "-" if speed_up is None else f"{speed_up:.2f}"
 
 
+def ranged(ratio: float, low: float, high: float) -> str:
+    """A ratio with its range."""
+    return f"{ratio:.2f} ({low:.2f}-{high:.2f})"
+
+
 def speed(row: Facts) -> str:
     """A speed-up with its range."""
-    return f"{row['speed_up']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+    return ranged(row["speed_up"], row["low"], row["high"])
 
 
 def chat_table(data: Facts) -> str:
@@ -186,10 +190,8 @@ def chat_table(data: Facts) -> str:
     methods = [name for name in dict.fromkeys(row["method"] for row in data["rows"]) if name != NONE]
     rows, found = [], {(row["task"], row["method"]): row for row in data["rows"]}
     for task in dict.fromkeys(row["task"] for row in data["rows"]):
-        own = [found[task, name] for name in methods]
-        rows.append([task, *map(speed, own)])
-    means = ["{:.2f} ({:.2f}-{:.2f})".format(*data["mean"][name]) for name in methods]
-    rows.append(["geometric mean", *means])
+        rows.append([task, *(speed(found[task, name]) for name in methods)])
+    rows.append(["geometric mean", *(ranged(*data["mean"][name]) for name in methods)])
     titles = (f"`{name}`".replace(" #2`", "`, no gate") for name in methods)
     return table("task", *titles, rows=rows)
 
@@ -197,10 +199,7 @@ def chat_table(data: Facts) -> str:
 def gpu_table(data: Facts) -> str:
     """What was measured on GPUs."""
     columns = [data["requests"].index(number) for number in SHOWN]
-    rows = [
-        [row["task"], *("{:.2f} ({:.2f}-{:.2f})".format(*row["by_requests"][column]) for column in columns)]
-        for row in data["rows"]
-    ]
+    rows = [[row["task"], *(ranged(*row["by_requests"][column][:3]) for column in columns)] for row in data["rows"]]
     return table("requests at a time", *map(str, SHOWN), rows=rows)
 
 
@@ -226,38 +225,32 @@ def performance_rows() -> str:
         found = [[best(own[task, batch], method)["speed_up"] for task in tasks] for batch in (1, 32)]
         return " / ".join("-".join(dict.fromkeys(f"{end(of):.2f}" for end in (min, max))) + "x" for of in found)
 
-    def mean_of(method: str) -> tuple[float, float, float]:
+    def served_by(method: str) -> str:
         found = [row["speed_up"] for row in chat["rows"] if row["method"] == method]
-        return mean(found), min(found), max(found)
+        return f"{mean(found):.2f}x ({min(found):.2f}-{max(found):.2f})"
 
     def us(arm: str) -> str:
         row = next(row for row in costs["rows"] if row["arm"] == arm)
         return f"{row['us']['1'][0]:.0f} / {row['us']['32'][0]:.0f} us"
 
-    played = [
-        [
-            words,
-            "replayed, V1",
-            "`prompt_lookup`",
-            speeds("prompt_lookup", *tasks),
-            f"n-gram {speeds('ngram_gpu', *tasks)}",
-        ]
-        for words, tasks in (("code edits", ["edits"]), ("summaries, chat, maths", ["cnn", "sharegpt", "gsm8k"]))
-    ]
+    rows = []
+    for words, tasks in (("code edits", ["edits"]), ("summaries, chat, maths", ["cnn", "sharegpt", "gsm8k"])):
+        ours, theirs = (speeds(method, *tasks) for method in ("prompt_lookup", "ngram_gpu"))
+        rows.append([words, "replayed, V1", "`prompt_lookup`", ours, f"n-gram {theirs}"])
     if cascade_table(public):
         rule = f"TensorRT-LLM's rule {speeds(RULE, 'edits')}"
-        played.append(["code edits with EAGLE", "replayed, V1", "`cascade`", speeds("cascade", "edits"), rule])
-    ours, theirs = ("{:.2f}x ({:.2f}-{:.2f})".format(*mean_of(name)) for name in ("prompt_lookup", NGRAM))
-    served = ["eight tasks, SmolLM2", "CPU", "`prompt_lookup`", ours, f"n-gram {theirs}"]
+        rows.append(["code edits with EAGLE", "replayed, V1", "`cascade`", speeds("cascade", "edits"), rule])
+    theirs = f"n-gram {served_by(NGRAM)}"
+    rows.append(["eight tasks, SmolLM2", "CPU", "`prompt_lookup`", served_by("prompt_lookup"), theirs])
     found = {row["task"]: row["by_requests"] for row in gpu["rows"]}
     vllm, lookup = (
         " / ".join(f"{found[name][at][0]:.2f}x" for at in (0, 2))
         for name in ("copy, vLLM's `ngram_gpu`", "copy, `prompt_lookup`")
     )
-    card = ["copies of a text, 0.1.0", "H100", "`prompt_lookup`", lookup, f"`ngram_gpu` {vllm}"]
-    other = f"n-gram {us('ngram_gpu')}"
-    cost = ["host time per step", "null device", "`prompt_lookup`", us("prompt_lookup"), other]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [*played, served, card, cost])
+    rows.append(["copies of a text, 0.1.0", "H100", "`prompt_lookup`", lookup, f"`ngram_gpu` {vllm}"])
+    theirs = f"n-gram {us('ngram_gpu')}"
+    rows.append(["host time per step", "null device", "`prompt_lookup`", us("prompt_lookup"), theirs])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 TABLES = {
@@ -272,7 +265,7 @@ TABLES = {
 
 def read(name: str) -> Facts:
     """The data of a table; of the field table those of public answers."""
-    data: Facts = json.loads((FIGURES / f"{name}.json").read_text())
+    data = json.loads((FIGURES / f"{name}.json").read_text())
     return data.get("public", data)
 
 
