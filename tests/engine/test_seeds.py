@@ -19,7 +19,7 @@ def test_seeds_of_ranks() -> None:
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     from vllm_specplugins.engine.hooks import wrap
-    from vllm_specplugins.engine.v2.runner import _Numpy, _with_seeds_apart
+    from vllm_specplugins.engine.v2.runner import _numpy_apart, _with_seeds_apart
 
     draw = "seed = np.random.randint(_NP_INT64_MIN, _NP_INT64_MAX)"
     assert draw in inspect.getsource(SamplingStates.add_request), "the module's `np` is where vLLM draws"
@@ -38,7 +38,7 @@ def test_seeds_of_ranks() -> None:
             runner.seeds.append(int(states.seeds.np[0]))
 
         runner.add_requests = add
-        wrap(runner, "add_requests", partial(_with_seeds_apart, _Numpy()))
+        wrap(runner, "add_requests", partial(_with_seeds_apart, _numpy_apart()))
         for _ in range(5):
             if is_disturbed:
                 np.random.rand(7)

@@ -113,7 +113,7 @@ def _plugin() -> Iterator[Finding]:
     if not any(point.value.startswith("vllm_specplugins:") for point in entry_points(group="vllm.general_plugins")):
         words = "vLLM does not find the entry point of this package: install it with pip; PYTHONPATH is not enough"
         yield Finding("plugin", words, PROBLEM)
-    elif os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
+    elif fallback.is_disabled():
         words = "VLLM_SPECPLUGINS_DISABLE is set: vLLM would serve without speculation"
         yield Finding("plugin", words, PROBLEM)
     elif (wanted := os.environ.get("VLLM_PLUGINS")) is not None and "specplugins" not in wanted.split(","):

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def _follow_requests(runner: Any, speculator: Any, session: Session) -> None:
         for watcher in speculator.watchers:
             watcher.add(requests)
 
-    numpy, add_theirs, finish_theirs = _Numpy(), runner.add_requests, runner.finish_requests
+    numpy, add_theirs, finish_theirs = _numpy_apart(), runner.add_requests, runner.finish_requests
 
     def add_requests(scheduler_output: Any) -> None:
         if scheduler_output.scheduled_new_reqs:
@@ -127,19 +128,15 @@ def _follow_requests(runner: Any, speculator: Any, session: Session) -> None:
     runner.add_requests, runner.finish_requests = add_requests, finish_requests
 
 
-class _Numpy:
-    """NumPy with a separate random generator. vLLM draws seeds of requests from the global generator, equally on each
-    rank, but a call that a guard abandoned on rank 0 may still use that generator."""
-
-    def __init__(self) -> None:
-        self.random = np.random.RandomState()
-        self.random.set_state(np.random.get_state())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
+def _numpy_apart() -> SimpleNamespace:
+    """Returns NumPy with a separate random generator. vLLM draws seeds of requests from the global generator, equally
+    on each rank, but a call that a guard abandoned on rank 0 may still use that generator."""
+    random = np.random.RandomState()
+    random.set_state(np.random.get_state())
+    return SimpleNamespace(**{**vars(np), "random": random})
 
 
-def _with_seeds_apart(numpy: _Numpy, add: Any, scheduler_output: Any) -> None:
+def _with_seeds_apart(numpy: SimpleNamespace, add: Any, scheduler_output: Any) -> None:
     with replaced(states, {"np": numpy}):
         add(scheduler_output)
 
