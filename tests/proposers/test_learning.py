@@ -208,9 +208,9 @@ class Taught:
         self.trainer = Trainer(loaded, serving or loaded, *own, self.served.append)
 
 
-@pytest.mark.parametrize(("make", "rounds"), [(jump_head, 8), (exit_head, 8), (medusa_heads, 20)])
-def test_learns(make: Callable[[], Any], rounds: int) -> None:
-    """Each kind. Kills: no step taken, a candidate that is never served, states or tokens one place off."""
+@cache
+def learned(make: Callable[[], Any], rounds: int) -> Taught:
+    """After as many rounds, in which it has learned this text."""
     taught = Taught(make())
     traffic(taught.end, taught.windows, range(200))
     for _ in range(rounds):
@@ -218,6 +218,18 @@ def test_learns(make: Callable[[], Any], rounds: int) -> None:
     counts, lengths = taught.trainer.counts, taught.trainer.lengths
     assert counts["promotions"] > 0 == counts["rollbacks"] and len(taught.served) == 1 + counts["promotions"]
     assert lengths["loaded"] < 2 and lengths["serving"] > 3.5, "of at most 4"
+    return taught
+
+
+def good_head() -> JumpHead:
+    """That knows this text."""
+    return learned(jump_head, 8).trainer.serving
+
+
+@pytest.mark.parametrize(("make", "rounds"), [(jump_head, 8), (exit_head, 8), (medusa_heads, 20)])
+def test_learns(make: Callable[[], Any], rounds: int) -> None:
+    """Each kind. Kills: no step taken, a candidate that is never served, states or tokens one place off."""
+    learned(make, rounds)
 
 
 @pytest.mark.parametrize("make", [jump_head, exit_head, medusa_heads])
@@ -261,10 +273,7 @@ def test_waits_for_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_garbage_is_dropped(value: float) -> None:
     """A candidate of noise is not promoted, and training continues from the served weights. Fails if promotion needs no
     test, if NaN counts as better, or if NaN stays."""
-    taught = Taught(jump_head())
-    traffic(taught.end, taught.windows, range(200))
-    for _ in range(6):
-        taught.trainer.round()
+    taught = learned(jump_head, 8)
     good, before = taught.trainer.lengths["serving"], len(taught.served)
     for part in (taught.trainer.candidate, taught.trainer._trained):
         for tensor in part.parameters():
@@ -273,17 +282,6 @@ def test_garbage_is_dropped(value: float) -> None:
     assert len(taught.served) == before
     assert taught.trainer.lengths["serving"] == pytest.approx(good, abs=0.2)
     assert all(map(torch.equal, taught.trainer._trained.parameters(), taught.trainer.serving.parameters()))
-
-
-@cache
-def good_head() -> JumpHead:
-    """That knows this text."""
-    good = Taught(jump_head())
-    traffic(good.end, good.windows, range(200))
-    for _ in range(8):
-        good.trainer.round()
-    assert good.trainer.lengths["serving"] > 3.5
-    return good.trainer.serving
 
 
 def test_garbage_that_serves_is_rolled_back() -> None:

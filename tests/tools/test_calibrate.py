@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def idle_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def greedy(model: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """What a real engine would answer."""
+@cache
+def greedy(model: Path, prompts: tuple[tuple[int, ...], ...], num_tokens: int) -> list[list[int]]:
+    """What a real engine would answer, each time that it is asked."""
     full = LlamaForCausalLM.from_pretrained(model)
     outputs = []
     for prompt in prompts:
@@ -47,7 +49,7 @@ def ask(engine: Any, message: object) -> Turn:
     """A step takes 10 ms; with K drafts it emits 1 + K / 2 tokens; if slow, one."""
     num_draft = 0 if engine.config is None or engine.slow else engine.config.get("num_speculative_tokens", 1)
     answers = []
-    for output in greedy(engine.model, engine.traffic.prompts, engine.traffic.output_lengths):
+    for output in greedy(engine.model, tuple(map(tuple, engine.traffic.prompts)), engine.traffic.output_lengths):
         num_steps = (len(output) - 1) / (1 + num_draft / 2)
         answers.append(Answer(output, 10.0, [10.0 * num_steps / 8] * 8, 1))
     seconds = sum(answer.first_ms + sum(answer.step_ms) for answer in answers) / 1000
@@ -147,7 +149,7 @@ def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:
     emitted = {}
     for num_draft in (1, 2, 3):
         num_tokens = num_steps = 0
-        for prompt, output in zip(prompts, greedy(tiny_model, prompts, 20), strict=True):
+        for prompt, output in zip(prompts, greedy(tiny_model, tuple(map(tuple, prompts)), 20), strict=True):
             done = 1
             while done + num_draft <= len(output):
                 ids = torch.tensor([[*prompt, *output[:done]]])
