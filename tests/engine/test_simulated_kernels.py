@@ -12,6 +12,7 @@ if not INTERPRETED:
 from simulated_device.vllm_kernels import in_numpy
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu.spec_decode import acceptance_estimator
 
 ENABLED = {"both groups": [True, True], "one of them": [False, True]}
 LENGTHS = torch.tensor([1, 7, 0, 3, 5])
@@ -23,7 +24,7 @@ def ints(*shape: int, most: int = 99, seed: int = 0, dtype: torch.dtype = torch.
     return torch.randint(1, most, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def assert_same(kernel: Any, grid: tuple[int, ...], make: Any, **named: Any) -> list[torch.Tensor]:
+def assert_same(kernel: Any, grid: tuple[int, ...], make: Any, close: bool = False, **named: Any) -> list[torch.Tensor]:
     """What both forms of a kernel leave in the tensors of `make()`, which makes the arguments, and perhaps others."""
     assert in_numpy(kernel) is not None
     left = []
@@ -32,7 +33,9 @@ def assert_same(kernel: Any, grid: tuple[int, ...], make: Any, **named: Any) -> 
         run[grid](*arguments, **named)
         left.append([each for each in (*arguments, *others) if isinstance(each, torch.Tensor)])
     for each, same in zip(*left, strict=True):
-        assert each.dtype == torch.uint64 or torch.equal(each, same)
+        assert (
+            each.dtype == torch.uint64 or torch.equal(each, same) or (close and torch.allclose(each, same, rtol=1e-5))
+        )
     return left[0]
 
 
@@ -138,3 +141,33 @@ def test_rows_of_requests() -> None:
         return [STATES, torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32), STARTS]
 
     assert_same(input_batch._expand_idx_mapping_kernel, (5,), make, BLOCK_SIZE=8)
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_chances_of_drafts(is_block: bool) -> None:
+    """By a drafter's logits, some of them at temperature 0, some of which no token is possible in a block, and some of
+    one token alone. Fails if padding is written, if a row takes another request's temperature or place, or if the most
+    likely token counts twice."""
+    num_rows, vocab_size, slots = 8, 300, torch.tensor([4, 0, 2, -1, 3, 5, 1, 6])
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+    logits[1, 128:256], logits[2, 1:] = -torch.inf, -torch.inf
+    temperatures = torch.tensor([0.0, 1.0, 0.3, 2.0, 1.0, 0.0, 0.7, 1.0])
+    blocks = [torch.full((num_rows, 4), -7.0), torch.full((num_rows, 4), -7.0)]
+
+    def make() -> list[Any]:
+        own = [blocks[0].clone(), 4, blocks[1].clone(), 4]
+        return [*own, logits, logits.stride(0), slots, 1, temperatures, num_rows - 1, vocab_size]
+
+    kernel, constants = acceptance_estimator._local_max_sumexp_kernel, {"BLOCK_SIZE": 128}
+    most, sums = assert_same(kernel, (num_rows, 3), make, close=True, **constants)[:2]
+    assert (most[3, :3] == -torch.inf).all() and (most[-1] == -7).all() and sums[1, 1] == 0
+
+    def chances() -> list[Any]:
+        own = [value for _ in range(3) for value in (torch.zeros(8, 2), 2)]
+        step = torch.arange(num_rows) % 2 if is_block else torch.tensor(1)
+        return [*own, torch.tensor([0.7]), torch.tensor([0.1, -0.4]), most, 4, sums, 4, slots, 1, step, num_rows - 1, 3]
+
+    constants = {"NUM_SPECULATIVE_STEPS": 2, "MAX_LOG_ODDS": 16.0, "PADDED_VOCAB_NUM_BLOCKS": 4}
+    kernel = acceptance_estimator._predict_kernel
+    features, *_ = assert_same(kernel, (num_rows,), chances, close=True, per_token_step=is_block, **constants)
+    assert features[2].max() == 16 and 0 < features.count_nonzero() <= num_rows - 2

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -43,7 +42,20 @@ HOST_READS = {
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Those in tuples, lists and dictionaries; PyTorch's walk through a tree takes a sixth of an engine's time."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    found: list[Tensor] = []
+    for item in tree:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += tensors(item)
+    return found
 
 
 def address(tensor: Tensor) -> int:

@@ -164,3 +164,44 @@ def _expand_idx_mapping(
         begin, end = cu_num_logits_ptr[row], cu_num_logits_ptr[row + 1]
         expanded_idx_mapping_ptr[begin:end] = idx_mapping_ptr[row]
         expanded_local_pos_ptr[begin:end] = np.arange(end - begin)
+
+
+def _local_max_sumexp(
+    grid: Grid, local_max_ptr: Any, local_max_stride: int, local_sumexp_ptr: Any, local_sumexp_stride: int,
+    logits_ptr: Any, logits_stride: int, idx_mapping_ptr: Any, idx_mapping_stride: int, temperature_ptr: Any,
+    num_tokens: int, vocab_size: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
+    for row in range(min(grid[0], num_tokens)):
+        state, logits = idx_mapping_ptr[row * idx_mapping_stride], logits_ptr[row * logits_stride :][:vocab_size]
+        for block in range(grid[1]):
+            most, total = -np.inf, 0.0
+            if state >= 0:
+                scaled = logits[block * BLOCK_SIZE :][:BLOCK_SIZE] / (temperature_ptr[state] or np.float32(1))
+                most = scaled.max()
+                total = np.exp(scaled - most).sum() if most > -np.inf else 0.0
+            local_max_ptr[row * local_max_stride + block] = most
+            local_sumexp_ptr[row * local_sumexp_stride + block] = total
+
+
+def _predict(
+    grid: Grid, features_ptr: Any, features_stride: int, pred_ptr: Any, pred_stride: int, conf_ptr: Any,
+    conf_stride: int, slope_ptr: Any, intercepts_ptr: Any, local_max_ptr: Any, local_max_stride: int,
+    local_sumexp_ptr: Any, local_sumexp_stride: int, idx_mapping_ptr: Any, idx_mapping_stride: int, step_ptr: Any,
+    num_tokens: int, vocab_num_blocks: int, per_token_step: bool, NUM_SPECULATIVE_STEPS: int, MAX_LOG_ODDS: float,
+    PADDED_VOCAB_NUM_BLOCKS: int,
+) -> None:  # fmt: skip
+    for row in range(min(grid[0], num_tokens)):
+        state = int(idx_mapping_ptr[row * idx_mapping_stride])
+        if state < 0:
+            continue
+        step = int(step_ptr[row if per_token_step else 0])
+        request = row // NUM_SPECULATIVE_STEPS if per_token_step else row
+        maxes = local_max_ptr[row * local_max_stride :][:vocab_num_blocks]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total = (
+                local_sumexp_ptr[row * local_sumexp_stride :][:vocab_num_blocks] * np.exp(maxes - maxes.max())
+            ).sum()
+            feature = np.clip(-np.log(np.maximum(total - 1, 0)), -MAX_LOG_ODDS, MAX_LOG_ODDS)
+        prob = 1 / (1 + np.exp(-(slope_ptr[0] * feature + intercepts_ptr[step])))
+        features_ptr[state * features_stride + step] = feature
+        pred_ptr[state * pred_stride + step] = conf_ptr[request * conf_stride + step] = prob
