@@ -47,8 +47,11 @@ name_vllm() {
     printf "$info/%s,,\n" METADATA INSTALLER RECORD >"$site/$info/RECORD"
 }
 
+# On all cores, where pip takes one. A package may have a template that is no Python.
+compile() { "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages || true; }
+
 install() {
-    local python=${PYTHON:-python3} clear=() pip=("$venv/bin/python" -m pip install --quiet)
+    local python=${PYTHON:-python3} clear=() pip=("$venv/bin/python" -m pip install --quiet --no-compile)
     command -v "$python" >/dev/null || fail "$python is not there; set PYTHON to a Python 3.11 or newer."
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "$("$python" --version) is too old; set PYTHON to a Python 3.11 or newer."
@@ -58,6 +61,7 @@ install() {
     phase "Making .venv" "$python" -m venv "${clear[@]}" "$venv"
     echo incomplete >"$stamp"
     cd "$root"
+    phase "Updating pip" "${pip[@]}" --upgrade pip # that of Python 3.11 takes three times as long to choose versions
     if [[ $gpu == none ]]; then
         phase "Installing PyTorch" "${pip[@]}" torch==2.13.0
         phase "Installing this package and what vLLM needs" "${pip[@]}" -e ".[cpu,dev,docs,tools]"
@@ -66,6 +70,7 @@ install() {
     else
         phase "Installing this package and vLLM" "${pip[@]}" -e ".[vllm,dev,docs,tools]"
     fi
+    phase "Compiling" compile
     echo "$wanted" >"$stamp"
 }
 
