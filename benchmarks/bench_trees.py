@@ -171,7 +171,7 @@ def speeds(played: list[dict[int, Accepted]], machine: Any, num_reqs: int, one_p
         return num_tokens / total_ms
 
     most = max(played[0])
-    gates = [StepTimes(most, chain_length(most)) for _ in range(LOADS)]
+    gates = [StepTimes(lengths_up_to(most, chain_length(most)), has_tree=True) for _ in range(LOADS)]
     gated = sum(speed(load, partial(gate.choose, num_reqs), gate.add) for load, gate in enumerate(gates))
     return gated, [
         sum(speed(load, lambda k=k: k, lambda *_: None) for load in range(LOADS))  # type: ignore[misc]

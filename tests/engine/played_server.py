@@ -8,7 +8,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_specplugins.engine.messages import StepFacts, send_facts
-from vllm_specplugins.gate.budget import FREE, best_budget
+from vllm_specplugins.gate.budget import Costs, StepBudget
+from vllm_specplugins.gate.step_times import StepTimes
 from vllm_specplugins.tools.replay.costs import CostTable
 
 CONTEXT = 1000  # tokens of a request that decodes, for the costs
@@ -35,11 +36,10 @@ class PlayedServer(Played):
         lengths = getattr(self.scheduler, "_lengths", None)
         if lengths is not None:
             lengths._clock = lambda: self.now / 1000
-            lengths.times.expect(trims=True)
+            lengths.times = StepTimes((0, self.scheduler.num_spec_tokens), trims=True)
         most = self.scheduler.num_spec_tokens
         self._copies = dict[str, bool]()
-        self._mean, self._was_poor = np.zeros((num_decoding + 64, most)), np.zeros(num_decoding + 64, bool)
-        self._mean_gain = np.zeros(num_decoding + 64)
+        self._rule = StepBudget(num_decoding + 64, most)
         self._arrived, self.first_ms = dict[str, float](), dict[str, float]()
         self._ends: list[float] = []
         for row in range(num_decoding):
@@ -80,15 +80,12 @@ class PlayedServer(Played):
         num_planned = sum(planned.values())
         if not num_planned:
             return {}
-        probs = np.zeros((len(planned), len(self._mean[0])), np.float32)
+        probs = np.zeros((len(planned), self.scheduler.num_spec_tokens), np.float32)
         for row, name in enumerate(planned):
             probs[row] = COPY_PROB if self._copies.get(name) else 0.0
         slots, counts = np.arange(len(planned)), np.array(list(planned.values()))
-        budget = num_planned
-        if context_ms + self._verify_ms[num_fixed + num_planned] > FREE * (context_ms + self._verify_ms[num_fixed]):
-            records = probs, self._mean, self._mean_gain, self._was_poor, 0.0, slots, counts
-            ms = context_ms, self._verify_ms, 0.0, num_planned
-            budget = best_budget(*records, num_fixed, len(planned), *ms)
+        batch = Costs(context_ms, self._verify_ms), num_fixed, counts.tolist(), num_planned
+        budget = self._rule.choose(*batch, lambda: (probs, slots, len(planned)))
         survival = np.where(np.arange(probs.shape[1]) < counts[:, None], probs.cumprod(1), -1.0)
         admitted = np.zeros(survival.size, bool)
         admitted[np.argsort(-survival.ravel(), kind="stable")[:budget]] = True

@@ -79,7 +79,7 @@ class Played:
 
     def learned(self, prob: float, num_reqs: int, context: int, num_steps: int = 80) -> tuple[float, float]:
         """With our estimates and our choice of K, after 20 steps."""
-        rng, times, at = np.random.default_rng(0), StepTimes(self.width, trims=True), np.zeros((num_steps, 2))
+        rng, times, at = np.random.default_rng(0), StepTimes((0, self.width), trims=True), np.zeros((num_steps, 2))
         state, slots, length, drafted = new_state(1, SLOTS + 1, self.width, None), torch.arange(num_reqs), 0, 0
         probs, tokens = torch.ones(num_reqs, self.width), (prob ** np.arange(1 + self.width)).cumsum()
         for step in range(num_steps):

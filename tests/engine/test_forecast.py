@@ -14,7 +14,8 @@ if RUNNER != "v2":
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from vllm_specplugins.engine.adaptive.budget import AcceptProbs, Budget
-from vllm_specplugins.gate.budget import POOR_BESIDE, best_budget
+from vllm_specplugins.gate.budget import UNKNOWN, Costs, StepBudget, best_budget
+from vllm_specplugins.gate.load_costs import MARGIN
 
 S, K = 12, 3
 NOTHING, FOUND = [0.0, 0.0, 0.0], [0.9, 0.8, 0.0]
@@ -45,15 +46,15 @@ def probs(num_slots: int = S, width: int = K) -> AcceptProbs:
     return AcceptProbs(torch.ones(num_slots + 1, width), host, host.numpy())
 
 
-def budgets(slots: list[int], steps: list[list[list[float]]], poor: float = 0.0) -> list[int]:
+def budgets(slots: list[int], steps: list[list[list[float]]]) -> list[int]:
     """Of each of these requests alone, after these steps, where a token must survive with more than a half."""
-    found, gain, had = np.zeros((S, K)), np.zeros(S), np.zeros(S, bool)
-    flat = np.concatenate((np.full(1, 1.0), 1.5 + 0.5 * np.arange(60.0)))
+    found, gain, had, typical = np.zeros((S, K)), np.zeros(S), np.zeros(S, bool), np.zeros(K)
+    flat = np.concatenate((np.full(1, 1.0), 1.0 + 0.5 * np.arange(1.0, 61.0) / MARGIN))
     for step in steps:
         known = np.zeros((S, K), np.float32)
         known[slots] = step
         each = [
-            best_budget(known, found, gain, had, poor, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, 0.0, K)
+            best_budget(known, found, gain, had, typical, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, 0.0, K)
             for slot in slots
         ]  # fmt: skip
     return each
@@ -71,12 +72,12 @@ def test_a_poor_draft_tells_of_a_better_one() -> None:
     draft tells of the next one, or if a request whose drafts are all poor is expected to have a better one."""
     poor = [0.2] * K
     turns = [[poor, poor, FOUND], [FOUND, poor, FOUND]] * 20
-    assert budgets([2, 0, 3], [*turns, [poor] * 3], POOR_BESIDE) == [2, 0, 0]
+    assert budgets([2, 0, 3], [*turns, [poor] * 3]) == [2, 0, 0]
 
 
 def test_as_vllm_chooses() -> None:
-    """Where nothing is forecast, of whole batches and of others. Fails if a token's chance stands for its survival, if
-    a request's are another's, or if the table is read beside its place."""
+    """Where nothing is forecast, with the margin in its table, of whole batches and of others. Fails if a token's
+    chance stands for its survival, if a request's are another's, or if the table is read beside its place."""
     rng = np.random.default_rng(0)
     for most in (1 << 20, 9):
         for _ in range(50):
@@ -87,6 +88,9 @@ def test_as_vllm_chooses() -> None:
             whole = rng.random() < 0.5
             drafts = {name: [0] * (K if whole else int(rng.integers(0, K + 1))) for name in names}
             tokens = {name: len(drafts[name]) + (1 if whole else int(rng.integers(1, 3))) for name in names}
+            num_fixed = sum(tokens.values()) - sum(map(len, drafts.values()))
+            plain_ms = STEEP[num_fixed]
+            theirs.cost_tables = ours.cost_tables[0], plain_ms + MARGIN * (STEEP - plain_ms)
             assert ours.get_num_tokens(tokens, drafts) == theirs.get_num_tokens(tokens, drafts)
             assert budget.num_verified == theirs._batch_budget[2]
 
@@ -109,15 +113,34 @@ def test_what_costs_nothing_is_not_trimmed(each: list[int]) -> None:
     assert found.tolist() == starts.tolist() and admitted == lengths.sum()
 
 
+def test_a_draft_that_is_not_known() -> None:
+    """It is expected to gain what the request's drafts gain after poor ones, and a new request what all drafts do on
+    average. Fails if such a draft counts as right, as 64 requests at once would all be verified, or if it is learnt
+    from."""
+    rule, flat = StepBudget(S, K), 1.0 + np.concatenate((np.zeros(1), 0.5 * np.arange(1.0, 60.0)))
+    costs = Costs(0.0, flat)
+    unknown, known = np.full((S, K), UNKNOWN, np.float32), np.full((S, K), 0.1, np.float32)
+    for _ in range(1000):
+        rule.choose(costs, 1, [K], K, lambda: (known, np.array([2]), 1))
+    typical = rule.typical.copy()
+    assert typical.tolist() == pytest.approx([0.1, 0.01, 0.001], rel=0.05)
+    rule.clear(3)
+    assert rule.choose(costs, 8, [K] * 8, 8 * K, lambda: (unknown, np.arange(3, 11) % S, 8)) < 8 * K
+    assert rule.choose(costs, 1, [K], K, lambda: (unknown, np.array([3]), 1)) == 0
+    assert (rule.typical == typical).all() and (rule.mean_survival[3] == typical).all()
+
+
 def test_a_new_request() -> None:
-    """All of its draft is expected. Fails if it has what its slot's last one had."""
+    """Its draft is not known. Fails if it has what its slot's last one had."""
     own, known = manager(), probs()
     budget = Budget(own, known)
     known.host[:], known.newest[:] = 0.0, 0.0
     budget._rule.mean_survival[3], budget._rule.was_poor[3] = 0.5, True
     own.add_request(3)
-    assert known.host[3].tolist() == known.newest[3].tolist() == [1.0] * K and not known.host[4].any()
-    assert not budget._rule.mean_survival[3].any() and not budget._rule.was_poor[3] and own._pending_resets == []
+    assert known.host[3].tolist() == known.newest[3].tolist() == [UNKNOWN] * K and not known.host[4].any()
+    rule = budget._rule
+    assert rule.mean_survival[3].tolist() == rule.typical.tolist() and not rule.was_poor[3]
+    assert own._pending_resets == []
 
 
 def test_what_is_edited_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

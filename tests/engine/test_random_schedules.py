@@ -25,7 +25,7 @@ from vllm_specplugins.counters import Counters
 from vllm_specplugins.engine.messages import DraftLengths, StepFacts, send_facts
 from vllm_specplugins.engine.v2.feedback import report as tallies
 from vllm_specplugins.engine.v2.feedback.report import Tally
-from vllm_specplugins.gate.step_times import StepTimes
+from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 
 WITHOUT_TAPES = "no engine"
 NUM_SCHEDULES, NUM_STEPS = (2000, 200) if ALL else (24, 50)
@@ -66,7 +66,8 @@ class Checked(Played):
         self.rests, self.stale, self.told, self.shortened = 0, 0, 0, 0
         self._trims = bool(rng.integers(2))
         self._lengths_of = lengths = self.scheduler._lengths
-        lengths._clock, lengths.times = lambda: self.now, StepTimes(K, trims=self._trims)
+        allowed = (0, K) if self._trims else lengths_up_to(K)
+        lengths._clock, lengths.times = lambda: self.now, StepTimes(allowed, trims=self._trims)
         lengths.times.add = self._hear(lengths.times.add)
         tell = lengths.tell
 

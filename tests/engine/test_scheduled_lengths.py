@@ -20,6 +20,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 import vllm_specplugins
 from vllm_specplugins.engine.messages import Emitted, StepFacts, StepNews
 from vllm_specplugins.engine.scheduler import PlannedScheduler, StepLengths
+from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 
 K, NUM_TOKENS = 5, 24
 
@@ -34,7 +35,10 @@ class Played:
 
     def __init__(self, accept_prob: float, token_ms: float, num_reqs: int = 8):
         self.now, self.accept_prob, self.token_ms, self.rng = 0.0, accept_prob, token_ms, np.random.default_rng(0)
-        self.lengths, self.ids = StepLengths(K, lambda: self.now / 1000), {f"r{i}": 1 for i in range(num_reqs)}
+        self.lengths, self.ids = (
+            StepLengths(StepTimes(lengths_up_to(K)), lambda: self.now / 1000),
+            {f"r{i}": 1 for i in range(num_reqs)},
+        )
 
     def steps(self, num_steps: int) -> list[int]:
         """How many tokens each step drafted."""
@@ -68,7 +72,7 @@ def test_what_is_told() -> None:
     """Fails if a step counts that drafts more than it verifies; if one that takes a prompt in, or comes after a pause,
     says what steps take; if one of another batch than the step before says nothing; or if what was trimmed counts."""
     clock = iter(range(20))
-    lengths, seen = StepLengths(K, lambda: next(clock) / 1000), []
+    lengths, seen = StepLengths(StepTimes(lengths_up_to(K)), lambda: next(clock) / 1000), []
     lengths.times.add = lambda *step: seen.append(step)  # type: ignore[assignment]
 
     def step(ids: str, prompt: int = 0, length: int = 2) -> None:
@@ -104,7 +108,8 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
     """
     after = 400 if fixed is None else 100
     rng, now, drafted, at = np.random.default_rng(0), 0.0, K, []
-    own = StepLengths(K, lambda: now / 1000, trims=most < K)
+    times = StepTimes(lengths_up_to(K) if draft_ms or most == K else (0, K), trims=most < K)  # ms: passes of a model
+    own = StepLengths(times, lambda: now / 1000)
     left, comes, ids = rng.integers(1, 128, 256), np.zeros(256, bool), [str(row) for row in range(256)]
     for step in range(after + 400):
         length = own[256] if fixed is None else fixed
@@ -119,10 +124,12 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
             total_num_scheduled_tokens=int(counts.sum()), num_spec_tokens_to_schedule=length,
             specplugins=StepNews(verifies=drafted),
         )  # fmt: skip
-        own.tell(scheduled, SimpleNamespace(
+        output = SimpleNamespace(
             sampled_token_ids=[[0] * n for n in emitted.tolist()], specplugins=StepFacts(num_verified=verified),
             req_id_to_index={name: row for row, name in enumerate(ids)},
-        ))  # fmt: skip
+        )  # fmt: skip
+        if fixed is None:
+            own.tell(scheduled, output)
         at.append((emitted.sum(), now))
         drafted, left = length, left - emitted
         comes = left <= 0
@@ -133,7 +140,7 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
 
 @pytest.mark.parametrize(
     ("accept_prob", "draft_ms", "token_ms", "most"),
-    [(0.6, 0.0, 0.027, K), (0.9, 1.0, 0.027, 1), (0.9, 0.3, 0.004, K), (0.9, 0.3, 0.004, 2)],
+    [(0.6, 0.0, 0.027, K), (0.9, 1.0, 0.027, 1), (0.9, 0.3, 0.004, K), (0.9, 0.3, 0.004, 2), (0.6, 0.0, 0.027, 2)],
 )
 def test_churn(accept_prob: float, draft_ms: float, token_ms: float, most: int) -> None:
     """Nearly each step takes prompts in. Fails if those steps tell nothing, or if their time is laid to decoding."""

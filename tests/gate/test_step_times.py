@@ -62,14 +62,14 @@ def test_close_to_the_best(most: int, num_reqs: int, accept_prob: float) -> None
     more than their share, or if lengths compete by tokens alone."""
     for cost in (h100, dear):
         accept_probs = [accept_prob] * num_reqs
-        speed = mean(play(StepTimes(most), accept_probs, 300, cost, seed)[0] for seed in range(3))
+        speed = mean(play(StepTimes(lengths_up_to(most)), accept_probs, 300, cost, seed)[0] for seed in range(3))
         assert speed >= 0.92 * best(accept_probs, cost, most)
 
 
 def test_never_loses() -> None:
     """No draft token is ever accepted. Fails if trials have no limit."""
     for num_reqs in (1, 8, 64):
-        times = StepTimes(K)
+        times = StepTimes(lengths_up_to(K))
         play(times, [0.0] * num_reqs, 100, dear)
         assert play(times, [0.0] * num_reqs, 400, dear, 1)[0] >= 0.985 * num_reqs / dear(num_reqs)
 
@@ -77,7 +77,7 @@ def test_never_loses() -> None:
 def test_prose_then_copying() -> None:
     """Drafts are full after 16 steps. Fails if an accepted trial has too little weight."""
     for num_reqs in (1, 8):
-        times = StepTimes(K)
+        times = StepTimes(lengths_up_to(K))
         play(times, [0.0] * num_reqs, 500)
         _, lengths = play(times, [1.0] * num_reqs, 40, seed=1)
         assert lengths.index(K) <= 16 and mean(lengths[20:]) > 0.9 * K
@@ -85,7 +85,7 @@ def test_prose_then_copying() -> None:
 
 def test_copying_then_prose() -> None:
     """Fails if what drafts brought is forgotten slowly."""
-    times = StepTimes(K)
+    times = StepTimes(lengths_up_to(K))
     play(times, [1.0] * 8, 100, dear)
     _, lengths = play(times, [0.0] * 8, 40, dear)
     assert mean(lengths[20:]) < 1
@@ -104,13 +104,13 @@ HOLD_UPS: dict[str, HoldUp] = {
 @pytest.mark.parametrize("name", HOLD_UPS)
 def test_hold_ups(name: str) -> None:
     """Fails if one slow step makes drafts dear for good, of those that are known or of the first of their kind."""
-    _, lengths = play(StepTimes(K), [0.97] * 8, 120, held_up=HOLD_UPS[name])
+    _, lengths = play(StepTimes(lengths_up_to(K)), [0.97] * 8, 120, held_up=HOLD_UPS[name])
     assert mean(lengths[60:]) > 20
 
 
 def test_steps_that_stay_slower_are_believed() -> None:
     """Fails if every step that takes three times what others took is left out for ever."""
-    times = StepTimes(K)
+    times = StepTimes(lengths_up_to(K))
     play(times, [0.9] * 4, 60)
     _, lengths = play(times, [0.9] * 4, 60, held_up=lambda step, k: 9.0 if k > 8 else 1.0)
     assert mean(lengths[30:]) <= 8
@@ -119,7 +119,7 @@ def test_steps_that_stay_slower_are_believed() -> None:
 def test_the_cliff() -> None:
     """16 requests of 31 tokens fit below it, 17 do not. Fails if both sides have one time."""
     cost = {16: 8.0, 17: 30.0}
-    times, speeds = StepTimes(K), []
+    times, speeds = StepTimes(lengths_up_to(K)), []
     for num_reqs in (16, 17) * 3:
         ms = cost[num_reqs]
         speeds.append(play(times, [0.99] * num_reqs, 40, lambda tokens, ms=ms: ms if tokens > 17 * 17 else 7.0)[1])
@@ -129,19 +129,19 @@ def test_the_cliff() -> None:
 def test_other_sizes_say_what_is_not_known() -> None:
     """Tokens that were expensive for 32 requests are not tried again for 48. Fails if a new size uses only the first
     guess."""
-    times = StepTimes(K)
+    times = StepTimes(lengths_up_to(K))
     play(times, [0.6] * 32, 200, dear)
     _, lengths = play(times, [0.6] * 48, 10, dear)
-    assert max(lengths) <= 2 < StepTimes(K).choose(48)
+    assert max(lengths) <= 2 < StepTimes(lengths_up_to(K)).choose(48)
 
 
 def test_a_longer_draft_is_never_cheaper() -> None:
     """Fails if noise may say so."""
-    times = StepTimes(K)
+    times = StepTimes(lengths_up_to(K))
     for step in range(40):
         for at, k in enumerate(times.lengths):
             times.add(8, k, 10.0 - at + step % 2, [1] * 8)
-    expected = step_times._expected_ms(8, *times._arrays[:2], times._shape).tolist()
+    expected = step_times._expected_ms(8, *times._arrays[:2], times._arrays[3]).tolist()
     assert expected == sorted(expected) and expected[0] == pytest.approx(7.5, abs=0.5)
 
 
@@ -149,7 +149,7 @@ def test_a_longer_draft_is_never_cheaper() -> None:
 def test_trees(token_ms: float, chosen: int) -> None:
     """Step times decide between a whole tree, a chain and no draft. Fails if a tree's nodes count as if they followed
     each other, also for chains, or if a tree is never tried again."""
-    times = StepTimes(15, longest_chain=6)
+    times = StepTimes(lengths_up_to(15, 6), has_tree=True)
     brings = {0: [1, 1], 1: [2, 1], 2: [3, 1], 4: [3, 1], 6: [3, 1], 15: [4, 3]}
     assert times.lengths == tuple(brings)
     lengths = []

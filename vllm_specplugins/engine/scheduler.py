@@ -22,6 +22,7 @@ from vllm_specplugins.engine.metrics.steps import StepWatch
 from vllm_specplugins.engine.room import LimitsMasks, MakesRoom
 from vllm_specplugins.engine.switch import Switched
 from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
+from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 from vllm_specplugins.request_options import draft_limit
 
 _BY_POSITION = "num_accepted_tokens_per_pos"
@@ -152,13 +153,20 @@ class _Choosing(LimitsMasks, CountsEmitted):
         self._lengths: StepLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
         self._scheduled: Set[str] = set()  # the requests of that step
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
-        if config.speculative_config.plan.scheduler_chooses:
-            speculative_config, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size
-            shape = {"longest_chain": speculative_config.plugin_config.longest_chain, "cliff": cliff or 0}
-            trims = bool(speculative_config.enable_adaptive_verification)
-            shape |= {"trims": trims, "step_tokens": self.max_num_scheduled_tokens}
-            self.dynamic_sd_lookup = self._lengths = StepLengths(self.num_spec_tokens, **shape)
+        config: Any = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        if config.plan.scheduler_chooses:
+            times = self._times(trims=bool(config.enable_adaptive_verification))
+            lengths = StepLengths(times, step_tokens=self.max_num_scheduled_tokens)
+            self.dynamic_sd_lookup = self._lengths = lengths
+
+    def _times(self, trims: bool) -> StepTimes:
+        """Returns what chooses lengths: all tokens or none, if unprofitable ones are trimmed and each one costs no
+        pass."""
+        config: Any = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        max_num_draft, chain = self.num_spec_tokens, config.plugin_config.longest_chain
+        if trims and not config.runs_target:
+            return StepTimes((0, max_num_draft), trims=True)
+        return StepTimes(lengths_up_to(max_num_draft, chain), 0 < chain < max_num_draft, trims)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._lengths is not None:
@@ -210,7 +218,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         lengths = facts_of(model_runner_output).num_draft
         if lengths is not None and scheduler_output.num_spec_tokens_to_schedule:  # otherwise the step drafted nothing
             if self._lengths is not None and not self._planned:  # the worker cannot trim
-                self._lengths.times.expect(trims=False)
+                self._lengths.times = self._times(trims=False)
             self._planned.update(lengths.items())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if len(self._planned) > 2 * len(self.requests) + 64:

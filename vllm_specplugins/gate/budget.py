@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_specplugins.gate.drafter_length import expected_gains, paying_length
-from vllm_specplugins.gate.trials import Trials
+from vllm_specplugins.gate.load_costs import MARGIN
+from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.gate.usual import SHARE
-from vllm_specplugins.kernels.acceptance import DECAY
+from vllm_specplugins.kernels.acceptance import DECAY, SHARED_DECAY
 from vllm_specplugins.kernels.compiled import compiled
 from vllm_specplugins.structures.arrays import Floats
 
 FREE = 1.02  # drafts are free if a step with all of them takes at most this multiple of a step without drafts
-# Share of the mean gain, below which a draft is poor if there is a drafter. With 0, cascades lose 1.5 % in a play.
-POOR_BESIDE = 0.5
+POOR_SHARE = 0.5  # of a request's mean gain, below which a draft is poor; with 0, cascades lose 0.6 %, lookups nothing
+UNKNOWN = 1.0  # the acceptance probability of the first token of a draft that the host does not know yet
 
 
 class Costs(NamedTuple):
@@ -43,17 +44,19 @@ class Prices(NamedTuple):
 
 class StepBudget:
     """Chooses for consecutive steps, and stores by slot the gain of drafts that follow poor drafts. A request's mean
-    survival decays by DECAY per step after a poor draft, and its mean gain per step."""
+    survival decays by DECAY per step after a poor draft, and its mean gain per step. `typical` [K] is the mean survival
+    of all drafts, with which a request begins."""
 
-    def __init__(self, num_slots: int, max_num_draft: int, beside_drafter: bool = False):
-        self._poor_share = POOR_BESIDE if beside_drafter else 0.0
-        self.mean_survival, self.mean_gain = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots)
-        self.was_poor = np.zeros(num_slots, bool)
+    def __init__(self, num_slots: int, max_num_draft: int):
+        self.typical = GOOD_ACCEPTANCE ** np.arange(1.0, max_num_draft + 1)
+        self.mean_survival = np.tile(self.typical, (num_slots, 1))
+        self.mean_gain, self.was_poor = np.full(num_slots, self.typical.sum()), np.zeros(num_slots, bool)
         self._tokens = self._ms = 0.0  # decayed means per step
         self._trials = Trials()  # of the drafter
 
     def clear(self, slot: int) -> None:
-        self.mean_survival[slot], self.mean_gain[slot], self.was_poor[slot] = 0.0, 0.0, False
+        self.mean_survival[slot], self.mean_gain[slot] = self.typical, self.typical.sum()
+        self.was_poor[slot] = False
 
     def choose(
         self,
@@ -69,7 +72,7 @@ class StepBudget:
         if budget <= limit and costs.of(num_fixed, budget) <= FREE * costs.of(num_fixed, 0):
             return budget
         accept_probs, slots, num_sampling = read()
-        records = accept_probs, self.mean_survival, self.mean_gain, self.was_poor, self._poor_share
+        records = accept_probs, self.mean_survival, self.mean_gain, self.was_poor, self.typical
         batch = slots, np.array(num_drafts, np.int64), num_fixed, num_sampling
         return int(best_budget(*records, *batch, *costs, min(budget, limit)))
 
@@ -88,13 +91,13 @@ class StepBudget:
         return lengths[best]
 
 
-@compiled("i8(f4[:, :], f8[:, :], f8[:], b1[:], f8, i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
+@compiled("i8(f4[:, :], f8[:, :], f8[:], b1[:], f8[:], i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
 def best_budget(
     accept_probs: Any,  # [S, K]
     mean_survival: Any,  # [S, K], in steps after one with a poor draft; written
     mean_gain: Any,  # [S], expected tokens of a draft; written
     was_poor: Any,  # [S], whether the draft of the step before gained at most a share of that; written
-    poor_share: float,
+    typical: Any,  # [K]; written
     slots: Any,  # [R]
     num_drafts: Any,  # [R]
     num_fixed: int,
@@ -105,14 +108,20 @@ def best_budget(
     limit: int,
 ) -> int:
     """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
-    The next draft of a lookup may be far better than the draft whose probabilities are known. After a draft with less
-    gain than usual, the request's score therefore includes the mean gain after such drafts."""
+    The ms of a draft token count MARGIN times. The next draft of a lookup may be far better than the draft whose
+    probabilities are known. After a draft with less gain than usual, or if a draft is not known yet, the request's
+    score therefore includes the mean gain after such drafts."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
+        if num_draft and accept_probs[slot, 0] == UNKNOWN:
+            scores[count : count + num_draft] = mean_survival[slot, :num_draft]
+            count += num_draft
+            continue
         survival, gain, was = 1.0, 0.0, was_poor[slot]
         for step in range(num_draft):
             survival *= accept_probs[slot, step]
             gain += survival
+            typical[step] += (1 - SHARED_DECAY) * (survival - typical[step])
             if was:
                 mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
             score = max(survival, mean_survival[slot, step])
@@ -120,14 +129,15 @@ def best_budget(
                 scores[count] = score
                 count += 1
         if num_draft:
-            was_poor[slot] = gain <= poor_share * mean_gain[slot]
+            was_poor[slot] = gain <= POOR_SHARE * mean_gain[slot]
             mean_gain[slot] += (1 - DECAY) * (gain - mean_gain[slot])
     scores = np.sort(scores[:count])
-    tokens, best = float(num_sampling), 0
-    best_rate = tokens / (draft_ms + verify_ms[num_fixed])
+    tokens, best, plain_ms = float(num_sampling), 0, draft_ms + verify_ms[num_fixed]
+    best_rate = tokens / plain_ms
     for budget in range(1, min(count, limit) + 1):
         tokens += scores[count - budget]
-        rate = tokens / (draft_ms + verify_ms[num_fixed + budget] + budget * token_ms)
+        more_ms = verify_ms[num_fixed + budget] - verify_ms[num_fixed] + budget * token_ms
+        rate = tokens / (plain_ms + MARGIN * more_ms)
         if rate > best_rate:
             best_rate, best = rate, budget
     return best

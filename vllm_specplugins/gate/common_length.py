@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from math import inf, nan
 from time import perf_counter
 
-from vllm_specplugins.gate.step_times import CLIFF, StepTimes
+from vllm_specplugins.gate.step_times import StepTimes
 
 _FREE = 64  # tokens of a step that a GPU verifies in the time of one token per request
 
@@ -21,22 +21,13 @@ class CommonLength:
 
     A length stays for at least two steps. The second step drafts and verifies the same number of tokens, so its time
     belongs to that length. A step's time runs from the end of the previous step to its end, since device and host each
-    process one step at a time. `clock` returns seconds; StepTimes describes `longest_chain`, `cliff` and `trims`. All
-    drafts of a step fit into `step_tokens`, since shortened drafts would not show the time of a length.
+    process one step at a time. `clock` returns seconds. All drafts of a step fit into `step_tokens`, since shortened
+    drafts would not show the time of a length.
     """
 
-    def __init__(
-        self,
-        max_num_draft: int,
-        clock: Callable[[], float] = perf_counter,
-        longest_chain: int = 0,
-        cliff: float = CLIFF,
-        trims: bool = False,
-        step_tokens: float = inf,
-    ):
-        self.times, self._clock = StepTimes(max_num_draft, longest_chain, cliff, trims), clock
-        self._step_tokens = step_tokens
-        self._length, self._holds = max_num_draft, False
+    def __init__(self, times: StepTimes, clock: Callable[[], float] = perf_counter, step_tokens: float = inf):
+        self.times, self._clock, self._step_tokens = times, clock, step_tokens
+        self._length, self._holds = times.lengths[-1], False
         self._at = nan  # time at which the last step ended
 
     def __getitem__(self, num_reqs: int) -> int:

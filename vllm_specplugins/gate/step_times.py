@@ -21,7 +21,6 @@ from vllm_specplugins.gate.usual import COUNT, FEW, MS, OUTLIER_RATIO, OUTLIERS,
 from vllm_specplugins.kernels.acceptance import SHARED_DECAY
 from vllm_specplugins.kernels.compiled import compiled, inlined
 
-CLIFF = 512  # tokens of the largest step with a CUDA graph in vLLM, by default
 ROOM = 256  # tokens that double the time of a step, before it is measured
 GUESS_WEIGHT = 0.25  # weight in requests of GOOD_ACCEPTANCE, the prior of a token's acceptance probability
 WHOLE = 0.95  # largest acceptance probability of a stretch without a record
@@ -67,26 +66,19 @@ class StepTimes:
     """Chooses the draft length of each step from the records.
 
     Args:
-        longest_chain: 0; or for trees of max_num_draft tokens, the length up to which a draft is a chain.
-        cliff: tokens of the largest step with a CUDA graph.
+        lengths: to choose from, the first one 0.
+        has_tree: whether the last length is a whole tree, and the others are chains.
         trims: whether the target verifies only the tokens that pay off; a longer draft of unknown time then counts as
             no slower.
     """
 
-    def __init__(self, max_num_draft: int, longest_chain: int = 0, cliff: float = CLIFF, trims: bool = False):
-        self.lengths = lengths_up_to(max_num_draft, longest_chain)
-        shape = NUM_SIZES, 2, len(self.lengths)  # by size, side of the cliff, and length
-        self._times = np.zeros((*shape, 1 + MIXED))  # the columns of usual.py, and MIXED
-        self._outcomes = np.zeros((len(self.lengths) - 1, 3))  # by stretch, or tree: entered, accepted, wholly accepted
-        has_tree = 0 < longest_chain < max_num_draft
-        self._shape, self._cliff = np.array([ROOM, cliff, has_tree], float), cliff  # of unknown times
-        self._arrays = np.array(self.lengths), self._times, self._outcomes, self._shape
-        self.expect(trims)
+    def __init__(self, lengths: Sequence[int], has_tree: bool = False, trims: bool = False):
+        self.lengths = tuple(lengths)
+        times = np.zeros((NUM_SIZES, len(lengths), 1 + MIXED))  # the columns of usual.py, and MIXED
+        outcomes = np.zeros((len(lengths) - 1, 3))  # by stretch, or tree: entered, accepted, wholly accepted
+        self._arrays = np.array(lengths), times, outcomes, np.array([inf if trims else ROOM, has_tree], float)
         # With the whole share, V2's lookup loses 0.8 % in a play.
         self._trials, self._num_trials = Trials(EXPLORE_SHARE / 2), 0
-
-    def expect(self, trims: bool) -> None:
-        self._shape[:2] = (inf, inf) if trims else (ROOM, self._cliff)
 
     def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int], share: float = 1.0) -> None:
         """Learns from a step that was planned with k, one of `lengths`. The step took `ms` after the previous one (nan
@@ -107,8 +99,8 @@ class StepTimes:
         return self.lengths[other]
 
 
-_times_types = types.int64[::1], types.float64[:, :, :, ::1]  # lengths, and times
-_shape_type = types.float64[::1]  # room and cliff, in tokens, and whether the last length is a tree's
+_times_types = types.int64[::1], types.float64[:, :, ::1]  # lengths, and times
+_shape_type = types.float64[::1]  # room in tokens, and whether the last length is a tree's
 _table_types = *_times_types, types.float64[:, ::1], _shape_type  # with the outcomes
 
 
@@ -125,28 +117,22 @@ def _cell_ms(cell: Any) -> float:
 
 @inlined
 def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> float:
-    """Estimates the time from the known step with the nearest number of tokens, of the same size if there is one."""
-    tokens, own_place = num_reqs * (1 + lengths[at]), place_of(num_reqs)
-    guess, nearest, has_same = _relative_ms(tokens, shape), inf, False
-    for place, is_above, other in np.ndindex(times.shape[:3]):
-        is_same = place == own_place
-        ms = _cell_ms(times[place, is_above, other])
-        if ms == 0 or (has_same and not is_same):
-            continue
-        its_tokens = size_at(place) * (1 + lengths[other])
-        its_tokens = max(its_tokens, shape[1] + 1.0) if is_above else min(its_tokens, shape[1])
+    """Estimates the time from the known step with the nearest number of tokens."""
+    tokens, nearest = num_reqs * (1 + lengths[at]), inf
+    guess = _relative_ms(tokens, shape)
+    for place, other in np.ndindex(times.shape[:2]):
+        ms, its_tokens = _cell_ms(times[place, other]), size_at(place) * (1 + lengths[other])
         distance = abs(log(its_tokens / tokens))
-        if distance < nearest or (is_same and not has_same):
-            nearest, has_same = distance, is_same
-            guess = ms * _relative_ms(tokens, shape) / _relative_ms(its_tokens, shape)
+        if ms > 0 and distance < nearest:
+            nearest, guess = distance, ms * _relative_ms(tokens, shape) / _relative_ms(its_tokens, shape)
     return float(guess)
 
 
 @compiled(types.float64[::1](types.int64, *_times_types, _shape_type))
 def _expected_ms(num_reqs: int, lengths: Any, times: Any, shape: Any) -> Any:
     expected, weights, place = np.empty(len(lengths)), np.ones(len(lengths)), place_of(num_reqs)
-    for at, length in enumerate(lengths):
-        cell = times[place, int(num_reqs * (1 + length) > shape[1]), at]
+    for at in range(len(lengths)):
+        cell = times[place, at]
         ms, count = _cell_ms(cell), cell[COUNT]
         if ms == 0:
             guess, weights[at] = _guess(num_reqs, at, lengths, times, shape), SHARE
@@ -190,7 +176,7 @@ def _choose(
     """Returns the index of the best of the first lengths and its ms; and a length to try, with the ms that the trial
     costs."""
     ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times, shape), np.empty((2, len(lengths)))
-    has_tree = shape[2] > 0
+    has_tree = shape[1] > 0
     _survive(tokens, survival, lengths, outcomes, has_tree)
     rates = (tokens / ms)[:num_lengths]
     best = np.flatnonzero(rates >= TIE * rates.max())[-1]
@@ -207,7 +193,7 @@ def _add(
     num_reqs: int, at: int, ms: float, share: float, emitted: Any, lengths: Any, times: Any, outcomes: Any, shape: Any
 ) -> None:
     """Learns from a step."""
-    cell, has_tree = times[place_of(num_reqs), int(num_reqs * (1 + lengths[at]) > shape[1]), at], shape[2] > 0
+    cell, has_tree = times[place_of(num_reqs), at], shape[1] > 0
     if share == 1 and ms == ms:
         add_ms(cell, ms)
     elif 2 * num_reqs >= ROOM and ms == ms:  # the time of a step with this number of requests depends on its tokens

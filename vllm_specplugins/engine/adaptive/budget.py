@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import buffer_utils
 
 from vllm_specplugins.engine.verify import EDITED_ROWS
-from vllm_specplugins.gate.budget import Prices, StepBudget
+from vllm_specplugins.gate.budget import UNKNOWN, Prices, StepBudget
 from vllm_specplugins.kernels.budget import Layout, share_budget, tiles
 
 LOOKS_EVERY = 16  # steps between two reads of the contexts of batches of the same size
@@ -50,7 +50,6 @@ class Budget:
         accept_probs: the shared probabilities; None: vLLM copies them.
         edits_any: whether any of these slots, [R], has edits of its logits, for which a step copies the logits.
         max_model_len: the longest context; 0: only vLLM's table prices contexts.
-        beside_drafter: whether a drafter of vLLM drafts in addition to a lookup.
 
     Attributes: num_verified: number of verified draft tokens of the newest step.
     """
@@ -61,13 +60,12 @@ class Budget:
         accept_probs: AcceptProbs | None,
         edits_any: Callable[[np.ndarray], bool] = lambda slots: False,
         max_model_len: int = 0,
-        beside_drafter: bool = False,
     ):
         self._edits_any = edits_any
         self._manager, self._probs = manager, accept_probs
         self._req_states, num_slots = manager.req_states, manager.req_states.max_num_reqs
         max_num_draft = manager.num_speculative_steps
-        self._rule = StepBudget(num_slots, max_num_draft, beside_drafter)
+        self._rule = StepBudget(num_slots, max_num_draft)
         self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
         self._newest = manager._confidence_probs if accept_probs is None else accept_probs.newest[:num_slots]
         self._add, self._compact = manager.add_request, manager.compact_batch
@@ -89,13 +87,13 @@ class Budget:
             manager.record_confidences = lambda *_: None  # drafting has already written them
 
     def add_request(self, slot: int) -> None:
-        """Assumes that a new request's first draft will be accepted as a whole."""
+        """Marks a new request's first draft as unknown."""
         self._add(slot)
         self._rule.clear(slot)
         if self._probs is not None:
             self._manager._pending_resets.clear()
             self._newest[slot].fill_(1.0)
-            self._probs.host[slot] = 1.0
+            self._probs.host[slot] = UNKNOWN
 
     def get_num_tokens(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> int:
         num_reqs, total = len(num_tokens), sum(num_tokens.values())

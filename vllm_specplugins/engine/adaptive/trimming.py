@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu import model_runner
 
+from vllm_specplugins.engine.adaptive.budget import Budget
 from vllm_specplugins.engine.frontend.spec_config import CAN_TRIM
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.gate.step_times import lengths_up_to
@@ -40,7 +41,8 @@ def trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any
         record = manager.record_confidences  # the runner may pass the probabilities of a drafter of vLLM
         manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
         edits_any = getattr(getattr(runner.rejection_sampler, "editor", None), "edits_any", lambda slots: False)
-        speculator.session.budget = speculator.new_budget(manager, edits_any, runner.max_model_len)
+        probs = speculator.outcomes.shared_probs
+        speculator.session.budget = Budget(manager, probs, edits_any, runner.max_model_len)
         return manager
 
     with replaced(model_runner, {"maybe_create_adaptive_verification_manager": created}):

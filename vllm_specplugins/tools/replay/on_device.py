@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
-from vllm_specplugins.gate.budget import Prices, StepBudget
+from vllm_specplugins.gate.budget import UNKNOWN, Prices, StepBudget
 from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.drafter_length import NEW_REPORT
+from vllm_specplugins.gate.step_times import StepTimes
 from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
 from vllm_specplugins.kernels.budget.host import share_budget
 from vllm_specplugins.structures.arrays import Ints, SlotTable
@@ -35,12 +36,13 @@ class DeviceLengths:
 
     def __init__(self, max_num_draft: int, load: Load, clock: Callable[[], float], drafter: Drafter | None):
         self._width, self._drafter, num_slots = max_num_draft, drafter, load.batch + 1
-        self._chooser = CommonLength(max_num_draft, clock, trims=True)
-        self._budget = StepBudget(num_slots, max_num_draft, drafter is not None)
+        self._chooser = CommonLength(StepTimes((0, max_num_draft), trims=True), clock)
+        self._budget = StepBudget(num_slots, max_num_draft)
         self._tracker = DraftTracker(1 if drafter is None else 2, max_num_draft, PRIOR_WEIGHT)
         self._tracker.make_room(num_slots)
         self._slots, self._is_known = SlotTable(), np.zeros(num_slots, bool)
-        self._probs = np.ones((2, num_slots, max_num_draft), np.float32)  # of the newest drafts, and of those before
+        # Of the newest drafts, and of the drafts before them.
+        self._probs = np.full((2, num_slots, max_num_draft), UNKNOWN, np.float32)
         self._reports = np.zeros((2, num_slots, 2))  # reports for expected_gains, likewise
         self._verify_ms = np.array([load.costs.step_ms(0, num) for num in range(num_slots * (max_num_draft + 1))])
         self._prices = Prices(load.costs.context_ms)
@@ -83,7 +85,7 @@ class DeviceLengths:
         self._tracker.observe(slots, feedback.num_draft, num_accepted)
         rests = self._drafter is None and not (self._length or self._verifies or share < 1)
         if rests:
-            self._probs[:] = 1.0  # the next step verifies whole drafts
+            self._probs[:] = UNKNOWN
         return self._length, 0 if self._drafter is None else self._depth(self._drafter, slots)
 
     def _depth(self, drafter: Drafter, slots: Ints) -> int:
@@ -97,7 +99,7 @@ class DeviceLengths:
 
     def _add(self, slots: Ints) -> None:
         self._tracker.clear(slots)
-        self._is_known[slots], self._probs[:, slots], self._reports[:, slots] = True, 1.0, NEW_REPORT
+        self._is_known[slots], self._probs[:, slots], self._reports[:, slots] = True, UNKNOWN, NEW_REPORT
         for slot in slots.tolist():
             self._budget.clear(slot)
 

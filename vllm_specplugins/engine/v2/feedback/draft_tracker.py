@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_specplugins.engine.adaptive.budget import AcceptProbs, new_accept_probs
 from vllm_specplugins.engine.v2.feedback.report import ArrivingLengths, AsyncCopy, Tally
 from vllm_specplugins.engine.v2.requests import Request
+from vllm_specplugins.gate.budget import UNKNOWN
 from vllm_specplugins.gate.drafter_length import NEW_REPORT
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance import Other, Worth, survivals, worth
@@ -72,14 +73,14 @@ class DraftTracker:
         self.tally.begin(bool(sampled))
 
     def rest(self) -> None:
-        """Records a step without drafts. The next drafts get the probability 1, so the step verifies them as a
-        whole."""
+        """Records a step without drafts. The next drafts are therefore unknown to the host in their first step."""
         if self.shared_probs is None:
-            self.accept_probs.fill_(1.0)
+            self.accept_probs.fill_(UNKNOWN)
         else:
             if not self._rests:
-                self.shared_probs.newest.fill_(1.0)
-            self.shared_probs.host.fill(1.0)  # in each such step, since an earlier write of the device may arrive later
+                self.shared_probs.newest.fill_(UNKNOWN)
+            # In each such step, since an earlier write of the device may arrive later.
+            self.shared_probs.host.fill(UNKNOWN)
         self._rests = True
 
     def rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,6 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 from vllm_specplugins.cascade.built_in import guard_of
 from vllm_specplugins.cascade.on_device import MODEL, DeviceBatch, DeviceSource
 from vllm_specplugins.draft import Draft, DraftBatch, Offer
-from vllm_specplugins.engine.adaptive.budget import Budget
 from vllm_specplugins.engine.built_in import for_built_in, refuse_second_owner, without_built_in
 from vllm_specplugins.engine.hooks import both, replaced
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
@@ -206,9 +205,6 @@ class AfterDrafterOnDevice(_AfterDrafter, DeviceSpeculator):
 
     def _model_source(self, proposer: Any) -> DeviceSource:
         return self.offers
-
-    def new_budget(self, manager: Any, edits_any: Any, max_model_len: int) -> Budget:
-        return Budget(manager, self.outcomes.shared_probs, edits_any, max_model_len, beside_drafter=True)
 
     def _paying_length(self, reports: Floats, lengths: Sequence[int]) -> int:
         """Chooses by times if drafts are trimmed."""

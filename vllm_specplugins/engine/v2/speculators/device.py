@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_specplugins.cascade.on_device import LOOKUP, MODEL, DeviceBatch, DeviceCascade, DeviceModel, DeviceSource
 from vllm_specplugins.config import EarlyExitConfig, SpecConfig, rule
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.engine.adaptive.budget import Budget
 from vllm_specplugins.engine.adaptive.trimming import trimming_if_it_can
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.v2 import memory
@@ -103,10 +102,6 @@ class DeviceSpeculator(Speculator):
 
             return CheckedOnDevice(proposer)
         return DeviceModel(proposer, self.outcomes)
-
-    def new_budget(self, manager: Any, edits_any: Any, max_model_len: int) -> Budget:
-        """Returns what chooses the number of draft tokens that a step verifies, in place of vLLM's manager."""
-        return Budget(manager, self.outcomes.shared_probs, edits_any, max_model_len)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepares the graphs; vLLM calls it after `set_attn`."""
