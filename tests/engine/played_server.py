@@ -9,7 +9,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_specplugins.engine.messages import StepFacts, send_facts
 from vllm_specplugins.gate.budget import Costs, StepBudget
-from vllm_specplugins.gate.step_times import StepTimes
+from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 from vllm_specplugins.tools.replay.costs import CostTable
 
 CONTEXT = 1000  # tokens of a request that decodes, for the costs
@@ -36,7 +36,7 @@ class PlayedServer(Played):
         lengths = getattr(self.scheduler, "_lengths", None)
         if lengths is not None:
             lengths._clock = lambda: self.now / 1000
-            lengths.times = StepTimes((0, self.scheduler.num_spec_tokens), trims=True)
+            lengths.times = StepTimes(lengths_up_to(self.scheduler.num_spec_tokens), trims=True)
         most = self.scheduler.num_spec_tokens
         self._copies = dict[str, bool]()
         self._rule = StepBudget(num_decoding + 64, most)

@@ -24,7 +24,7 @@ from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.engine.adaptive import budget
 from vllm_specplugins.engine.adaptive.budget import Budget
-from vllm_specplugins.gate.step_times import StepTimes
+from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 
 SLOTS, VARIABLE = 256, "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"
 SIZES = np.array([1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)])  # of graphs, to which tokens are padded
@@ -79,7 +79,11 @@ class Played:
 
     def learned(self, prob: float, num_reqs: int, context: int, num_steps: int = 80) -> tuple[float, float]:
         """With our estimates and our choice of K, after 20 steps."""
-        rng, times, at = np.random.default_rng(0), StepTimes((0, self.width), trims=True), np.zeros((num_steps, 2))
+        rng, times, at = (
+            np.random.default_rng(0),
+            StepTimes(lengths_up_to(self.width), trims=True),
+            np.zeros((num_steps, 2)),
+        )
         state, slots, length, drafted = new_state(1, SLOTS + 1, self.width, None), torch.arange(num_reqs), 0, 0
         probs, tokens = torch.ones(num_reqs, self.width), (prob ** np.arange(1 + self.width)).cumsum()
         for step in range(num_steps):

@@ -83,6 +83,7 @@ def test_as_vllm_chooses() -> None:
         for _ in range(50):
             ours, theirs, known = manager(most=most), manager(most=most), probs()
             budget = Budget(ours, known)
+            budget._rule.mean_survival[:] = 0.0
             known.host[:S] = theirs._stale_confidences[0].np[:] = rng.random((S, K)).astype(np.float32) ** 0.3
             names = [str(slot) for slot in rng.permutation(S)[:5]]
             whole = rng.random() < 0.5

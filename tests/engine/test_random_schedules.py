@@ -66,8 +66,7 @@ class Checked(Played):
         self.rests, self.stale, self.told, self.shortened = 0, 0, 0, 0
         self._trims = bool(rng.integers(2))
         self._lengths_of = lengths = self.scheduler._lengths
-        allowed = (0, K) if self._trims else lengths_up_to(K)
-        lengths._clock, lengths.times = lambda: self.now, StepTimes(allowed, trims=self._trims)
+        lengths._clock, lengths.times = lambda: self.now, StepTimes(lengths_up_to(K), trims=self._trims)
         lengths.times.add = self._hear(lengths.times.add)
         tell = lengths.tell
 

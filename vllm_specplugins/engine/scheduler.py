@@ -160,12 +160,8 @@ class _Choosing(LimitsMasks, CountsEmitted):
             self.dynamic_sd_lookup = self._lengths = lengths
 
     def _times(self, trims: bool) -> StepTimes:
-        """Returns what chooses lengths: all tokens or none, if unprofitable ones are trimmed and each one costs no
-        pass."""
         config: Any = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         max_num_draft, chain = self.num_spec_tokens, config.plugin_config.longest_chain
-        if trims and not config.runs_target:
-            return StepTimes((0, max_num_draft), trims=True)
         return StepTimes(lengths_up_to(max_num_draft, chain), 0 < chain < max_num_draft, trims)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -113,24 +113,23 @@ def best_budget(
     score therefore includes the mean gain after such drafts."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
-        if num_draft and accept_probs[slot, 0] == UNKNOWN:
+        if accept_probs[slot, 0] == UNKNOWN:
             scores[count : count + num_draft] = mean_survival[slot, :num_draft]
             count += num_draft
             continue
-        survival, gain, was = 1.0, 0.0, was_poor[slot]
-        for step in range(num_draft):
-            survival *= accept_probs[slot, step]
-            gain += survival
-            typical[step] += (1 - SHARED_DECAY) * (survival - typical[step])
-            if was:
-                mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
-            score = max(survival, mean_survival[slot, step])
-            if score > 0:
-                scores[count] = score
-                count += 1
-        if num_draft:
-            was_poor[slot] = gain <= POOR_SHARE * mean_gain[slot]
-            mean_gain[slot] += (1 - DECAY) * (gain - mean_gain[slot])
+        if not num_draft:
+            continue
+        survival = accept_probs[slot, :num_draft].cumprod().astype(np.float64)
+        gain = survival.sum()
+        typical[:num_draft] += (1 - SHARED_DECAY) * (survival - typical[:num_draft])
+        if was_poor[slot]:
+            mean_survival[slot, :num_draft] += (1 - DECAY) * (survival - mean_survival[slot, :num_draft])
+        was_poor[slot] = gain <= POOR_SHARE * mean_gain[slot]
+        mean_gain[slot] += (1 - DECAY) * (gain - mean_gain[slot])
+        if was_poor[slot]:
+            survival = np.maximum(survival, mean_survival[slot, :num_draft])
+        scores[count : count + num_draft] = survival
+        count += num_draft
     scores = np.sort(scores[:count])
     tokens, best, plain_ms = float(num_sampling), 0, draft_ms + verify_ms[num_fixed]
     best_rate = tokens / plain_ms

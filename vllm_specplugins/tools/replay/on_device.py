@@ -14,7 +14,7 @@ from vllm_specplugins.gate.budget import UNKNOWN, Prices, StepBudget
 from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.drafter_length import NEW_REPORT
-from vllm_specplugins.gate.step_times import StepTimes
+from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
 from vllm_specplugins.kernels.budget.host import share_budget
 from vllm_specplugins.structures.arrays import Ints, SlotTable
@@ -36,7 +36,7 @@ class DeviceLengths:
 
     def __init__(self, max_num_draft: int, load: Load, clock: Callable[[], float], drafter: Drafter | None):
         self._width, self._drafter, num_slots = max_num_draft, drafter, load.batch + 1
-        self._chooser = CommonLength(StepTimes((0, max_num_draft), trims=True), clock)
+        self._chooser = CommonLength(StepTimes(lengths_up_to(max_num_draft), trims=True), clock)
         self._budget = StepBudget(num_slots, max_num_draft)
         self._tracker = DraftTracker(1 if drafter is None else 2, max_num_draft, PRIOR_WEIGHT)
         self._tracker.make_room(num_slots)
