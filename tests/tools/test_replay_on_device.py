@@ -97,7 +97,7 @@ def test_budget_knows_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBudget, "choose", chosen)
     monkeypatch.setattr(on_device, "share_budget", shared)
     played(counted(2, 60), [4, 0], DeviceLengths, CostTable.line(10.0, 0.01))
-    # The first drafts have no record: the host takes them for right.
+    # The first drafts are not known to the host.
     assert read_by["device"][:6] == [True, False] * 3
     assert read_by["host"][:6] == [True, True, False, True, False, True]
 
@@ -114,8 +114,8 @@ def test_what_pays() -> None:
 def test_a_copying_request_spares_the_drafter() -> None:
     """A drafter of 4 tokens that is never right, at 2 ms a token, beside a lookup that always is. Fails if the drafter
     drafts on while all requests copy, if it stops at once, or if a request that copies verifies its tokens."""
-    traffic = counted(2, 90)
-    traffic.accepted = [{"head": np.zeros(90, np.int32)} for _ in range(2)]
+    traffic = counted(2, 600)  # at its end a step verifies tokens that a draft no longer has
+    traffic.accepted = [{"head": np.zeros(600, np.int32)} for _ in range(2)]
     totals = played(traffic, [31], DeviceLengths, CostTable.line(10.0, 0.01), drafter=Drafter("head", 8.0, 0.0, 4))
     assert totals.accepted / totals.drafted > 0.9
     num_steps = round(totals.step_ms / 10.3)
