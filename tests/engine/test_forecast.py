@@ -48,15 +48,14 @@ def probs(num_slots: int = S, width: int = K) -> AcceptProbs:
 
 def budgets(slots: list[int], steps: list[list[list[float]]]) -> list[int]:
     """Of each of these requests alone, after these steps, where a token must survive with more than a half."""
-    found, gain, had, typical = np.zeros((S, K)), np.zeros(S), np.zeros(S, bool), np.zeros(K)
+    found, gain, typical = np.zeros((S, K)), np.zeros(S), np.zeros(K)
+    had, is_new = np.zeros(S, bool), np.zeros(S, bool)
     flat = np.concatenate((np.full(1, 1.0), 1.0 + 0.5 * np.arange(1.0, 61.0) / MARGIN))
     for step in steps:
         known = np.zeros((S, K), np.float32)
         known[slots] = step
-        each = [
-            best_budget(known, found, gain, had, typical, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, 0.0, K)
-            for slot in slots
-        ]  # fmt: skip
+        records, step_of = (known, found, gain, had, is_new, typical), (np.array([K]), 1, 1, 0.0, flat, 0.0, K)
+        each = [best_budget(*records, np.array([slot]), *step_of) for slot in slots]
     return each
 
 
@@ -83,7 +82,7 @@ def test_as_vllm_chooses() -> None:
         for _ in range(50):
             ours, theirs, known = manager(most=most), manager(most=most), probs()
             budget = Budget(ours, known)
-            budget._rule.mean_survival[:] = 0.0
+            budget._rule.is_new[:] = False
             known.host[:S] = theirs._stale_confidences[0].np[:] = rng.random((S, K)).astype(np.float32) ** 0.3
             names = [str(slot) for slot in rng.permutation(S)[:5]]
             whole = rng.random() < 0.5
@@ -128,7 +127,7 @@ def test_a_draft_that_is_not_known() -> None:
     rule.clear(3)
     assert rule.choose(costs, 8, [K] * 8, 8 * K, lambda: (unknown, np.arange(3, 11) % S, 8)) < 8 * K
     assert rule.choose(costs, 1, [K], K, lambda: (unknown, np.array([3]), 1)) == 0
-    assert (rule.typical == typical).all() and (rule.mean_survival[3] == typical).all()
+    assert (rule.typical == typical).all() and rule.is_new[3] and not rule.mean_survival[3].any()
 
 
 def test_a_new_request() -> None:
@@ -136,11 +135,11 @@ def test_a_new_request() -> None:
     own, known = manager(), probs()
     budget = Budget(own, known)
     known.host[:], known.newest[:] = 0.0, 0.0
-    budget._rule.mean_survival[3], budget._rule.was_poor[3] = 0.5, True
+    budget._rule.is_new[3], budget._rule.was_poor[3] = False, True
     own.add_request(3)
     assert known.host[3].tolist() == known.newest[3].tolist() == [UNKNOWN] * K and not known.host[4].any()
     rule = budget._rule
-    assert rule.mean_survival[3].tolist() == rule.typical.tolist() and not rule.was_poor[3]
+    assert rule.is_new[3] and not rule.was_poor[3]
     assert own._pending_resets == []
 
 

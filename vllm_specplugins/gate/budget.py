@@ -45,18 +45,20 @@ class Prices(NamedTuple):
 class StepBudget:
     """Chooses for consecutive steps, and stores by slot the gain of drafts that follow poor drafts. A request's mean
     survival decays by DECAY per step after a poor draft, and its mean gain per step. `typical` [K] is the mean survival
-    of all drafts, with which a request begins."""
+    of all requests' drafts; it stands for that of a request that has had no draft after a poor one."""
 
     def __init__(self, num_slots: int, max_num_draft: int):
         self.typical = GOOD_ACCEPTANCE ** np.arange(1.0, max_num_draft + 1)
-        self.mean_survival = np.tile(self.typical, (num_slots, 1))
-        self.mean_gain, self.was_poor = np.full(num_slots, self.typical.sum()), np.zeros(num_slots, bool)
+        self.mean_survival, self.mean_gain = (
+            np.zeros((num_slots, max_num_draft)),
+            np.full(num_slots, self.typical.sum()),
+        )
+        self.was_poor, self.is_new = np.zeros(num_slots, bool), np.ones(num_slots, bool)
         self._tokens = self._ms = 0.0  # decayed means per step
         self._trials = Trials()  # of the drafter
 
     def clear(self, slot: int) -> None:
-        self.mean_survival[slot], self.mean_gain[slot] = self.typical, self.typical.sum()
-        self.was_poor[slot] = False
+        self.mean_gain[slot], self.was_poor[slot], self.is_new[slot] = self.typical.sum(), False, True
 
     def choose(
         self,
@@ -72,7 +74,7 @@ class StepBudget:
         if budget <= limit and costs.of(num_fixed, budget) <= FREE * costs.of(num_fixed, 0):
             return budget
         accept_probs, slots, num_sampling = read()
-        records = accept_probs, self.mean_survival, self.mean_gain, self.was_poor, self.typical
+        records = accept_probs, self.mean_survival, self.mean_gain, self.was_poor, self.is_new, self.typical
         batch = slots, np.array(num_drafts, np.int64), num_fixed, num_sampling
         return int(best_budget(*records, *batch, *costs, min(budget, limit)))
 
@@ -91,12 +93,13 @@ class StepBudget:
         return lengths[best]
 
 
-@compiled("i8(f4[:, :], f8[:, :], f8[:], b1[:], f8[:], i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
+@compiled("i8(f4[:, :], f8[:, :], f8[:], b1[:], b1[:], f8[:], i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
 def best_budget(
     accept_probs: Any,  # [S, K]
     mean_survival: Any,  # [S, K], in steps after one with a poor draft; written
     mean_gain: Any,  # [S], expected tokens of a draft; written
     was_poor: Any,  # [S], whether the draft of the step before gained at most a share of that; written
+    is_new: Any,  # [S], whether there was no draft after a poor one yet; written
     typical: Any,  # [K]; written
     slots: Any,  # [R]
     num_drafts: Any,  # [R]
@@ -109,26 +112,25 @@ def best_budget(
 ) -> int:
     """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
     The ms of a draft token count MARGIN times. The next draft of a lookup may be far better than the draft whose
-    probabilities are known. After a draft with less gain than usual, or if a draft is not known yet, the request's
-    score therefore includes the mean gain after such drafts."""
+    probabilities are known, since it follows a poor one. A request's score is therefore at least its mean survival
+    after poor drafts, which is also the score of a draft that is not known yet."""
     scores, count = np.empty(num_drafts.sum()), 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
-        if accept_probs[slot, 0] == UNKNOWN:
-            scores[count : count + num_draft] = mean_survival[slot, :num_draft]
-            count += num_draft
-            continue
         if not num_draft:
             continue
-        survival = accept_probs[slot, :num_draft].cumprod().astype(np.float64)
-        gain = survival.sum()
-        typical[:num_draft] += (1 - SHARED_DECAY) * (survival - typical[:num_draft])
-        if was_poor[slot]:
-            mean_survival[slot, :num_draft] += (1 - DECAY) * (survival - mean_survival[slot, :num_draft])
-        was_poor[slot] = gain <= POOR_SHARE * mean_gain[slot]
-        mean_gain[slot] += (1 - DECAY) * (gain - mean_gain[slot])
-        if was_poor[slot]:
-            survival = np.maximum(survival, mean_survival[slot, :num_draft])
-        scores[count : count + num_draft] = survival
+        expected = (typical if is_new[slot] else mean_survival[slot])[:num_draft]
+        if accept_probs[slot, 0] != UNKNOWN:
+            survival = accept_probs[slot, :num_draft].cumprod().astype(np.float64)
+            gain = survival.sum()
+            typical[:num_draft] += (1 - SHARED_DECAY) * (survival - typical[:num_draft])
+            if was_poor[slot]:
+                if is_new[slot]:
+                    mean_survival[slot], is_new[slot] = typical, False
+                mean_survival[slot, :num_draft] += (1 - DECAY) * (survival - mean_survival[slot, :num_draft])
+            was_poor[slot] = gain <= POOR_SHARE * mean_gain[slot]
+            mean_gain[slot] += (1 - DECAY) * (gain - mean_gain[slot])
+            expected = np.maximum(survival, expected)
+        scores[count : count + num_draft] = expected
         count += num_draft
     scores = np.sort(scores[:count])
     tokens, best, plain_ms = float(num_sampling), 0, draft_ms + verify_ms[num_fixed]
