@@ -61,7 +61,7 @@ install() {
     phase "Making .venv" "$python" -m venv "${clear[@]}" "$venv"
     echo incomplete >"$stamp"
     cd "$root"
-    phase "Updating pip" "${pip[@]}" --upgrade pip # that of Python 3.11 takes three times as long to choose versions
+    phase "Updating pip" "${pip[@]}" "pip>=25" # that of Python 3.11 takes three times as long to choose versions
     if [[ $gpu == none ]]; then
         phase "Installing PyTorch" "${pip[@]}" torch==2.13.0
         phase "Installing this package and what vLLM needs" "${pip[@]}" -e ".[cpu,dev,docs,tools]"

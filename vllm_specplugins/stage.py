@@ -13,7 +13,7 @@ Series = tuple[str, tuple[str, ...], float]  # a metric's name, labels in additi
 class StageProposer(Proposer):
     """A method, alone or as a stage of a cascade, or a whole cascade. The default methods do nothing.
 
-    Attributes: stages: of a cascade, with their titles, proposers and counters (cascade.stage.Stage).
+    Attributes: stages: the stages of a cascade (cascade.stage.Stage), otherwise none.
     """
 
     stages: Sequence[Any] = ()

@@ -117,7 +117,7 @@ def test_steps_that_stay_slower_are_believed() -> None:
 
 
 def test_the_cliff() -> None:
-    """16 requests of 31 tokens fit below it, 17 do not. Fails if both sides have one time."""
+    """16 requests of 31 tokens fit below it, 17 do not. Fails if two sizes have one time."""
     cost = {16: 8.0, 17: 30.0}
     times, speeds = StepTimes(lengths_up_to(K)), []
     for num_reqs in (16, 17) * 3:

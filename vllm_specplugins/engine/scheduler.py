@@ -193,8 +193,8 @@ class ChoosingScheduler(_Choosing, Scheduler):
 class PlannedScheduler(_Choosing, AsyncScheduler):
     """vLLM's AsyncScheduler, for Model Runner V2: it plans a step before its drafts exist. If drafts are trimmed on
     the device, it plans K tokens, otherwise the length of the request's last known draft, which the worker reports.
-    From its third step on, a request without a match costs one token instead of K + 1; before, its options set the
-    length."""
+    In its first two steps, a request's options set the length; from then on, a request without a match costs one token
+    instead of K + 1."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -213,7 +213,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         lengths = facts_of(model_runner_output).num_draft
         if lengths is not None and scheduler_output.num_spec_tokens_to_schedule:  # otherwise the step drafted nothing
-            if self._lengths is not None and not self._planned:  # the worker cannot trim
+            if self._lengths is not None and self._lengths.times.trims:  # the worker cannot trim
                 self._lengths.times = self._times(trims=False)
             self._planned.update(lengths.items())
         outputs = super().update_from_output(scheduler_output, model_runner_output)

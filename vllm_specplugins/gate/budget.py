@@ -17,7 +17,7 @@ from vllm_specplugins.structures.arrays import Floats
 
 FREE = 1.02  # drafts are free if a step with all of them takes at most this multiple of a step without drafts
 POOR_SHARE = 0.5  # of a request's mean gain, below which a draft is poor; with 0, cascades lose 0.6 %, lookups nothing
-UNKNOWN = 1.0  # the acceptance probability of the first token of a draft that the host does not know yet
+UNKNOWN = 1.0  # acceptance probability of all tokens of a draft that the host does not know yet, as in vLLM's tables
 
 
 class Costs(NamedTuple):
@@ -98,7 +98,7 @@ def best_budget(
     accept_probs: Any,  # [S, K]
     mean_survival: Any,  # [S, K], in steps after one with a poor draft; written
     mean_gain: Any,  # [S], expected tokens of a draft; written
-    was_poor: Any,  # [S], whether the draft of the step before gained at most a share of that; written
+    was_poor: Any,  # [S], whether the draft of the step before gained at most POOR_SHARE of that; written
     is_new: Any,  # [S], whether there was no draft after a poor one yet; written
     typical: Any,  # [K]; written
     slots: Any,  # [R]
@@ -107,31 +107,39 @@ def best_budget(
     num_sampling: int,
     draft_ms: float,
     verify_ms: Any,  # by number of tokens
-    token_ms: float,  # of a draft token beside that
+    token_ms: float,  # more ms of each draft token
     limit: int,
 ) -> int:
     """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
-    The ms of a draft token count MARGIN times. The next draft of a lookup may be far better than the draft whose
-    probabilities are known, since it follows a poor one. A request's score is therefore at least its mean survival
-    after poor drafts, which is also the score of a draft that is not known yet."""
-    scores, count = np.empty(num_drafts.sum()), 0
+    The ms of a draft token count MARGIN times. A lookup's poor draft is often followed by a far better one. A request's
+    score is therefore at least its mean survival after poor drafts, or `typical` if it had none. A draft that is not
+    known has this score, too, but if none is known, as in a trial after steps without drafts, all count as right."""
+    scores, count, knows_any = np.empty(num_drafts.sum()), 0, False
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
-        if not num_draft:
-            continue
-        expected = (typical if is_new[slot] else mean_survival[slot])[:num_draft]
-        if accept_probs[slot, 0] != UNKNOWN:
-            survival = accept_probs[slot, :num_draft].cumprod().astype(np.float64)
-            gain = survival.sum()
-            typical[:num_draft] += (1 - SHARED_DECAY) * (survival - typical[:num_draft])
-            if was_poor[slot]:
-                if is_new[slot]:
-                    mean_survival[slot], is_new[slot] = typical, False
-                mean_survival[slot, :num_draft] += (1 - DECAY) * (survival - mean_survival[slot, :num_draft])
+        knows_any |= num_draft > 0 and accept_probs[slot, 0] != UNKNOWN
+    for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
+        is_known, was, survival, gain = accept_probs[slot, 0] != UNKNOWN, was_poor[slot], 1.0, 0.0
+        if num_draft and is_known and was and is_new[slot]:
+            mean_survival[slot], is_new[slot] = typical, False
+        for step in range(num_draft):
+            if is_known:
+                survival *= accept_probs[slot, step]
+                gain += survival
+                typical[step] += (1 - SHARED_DECAY) * (survival - typical[step])
+                if was:
+                    mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
+            score = typical[step] if is_new[slot] else mean_survival[slot, step]
+            if is_known or not knows_any:
+                score = max(survival, score)
+            if score > 0:
+                scores[count] = score
+                count += 1
+        if num_draft and is_known:
             was_poor[slot] = gain <= POOR_SHARE * mean_gain[slot]
             mean_gain[slot] += (1 - DECAY) * (gain - mean_gain[slot])
-            expected = np.maximum(survival, expected)
-        scores[count : count + num_draft] = expected
-        count += num_draft
+            for step in range(num_draft, len(typical)):  # a longer draft survives no better
+                typical[step] = min(typical[step], typical[step - 1])
+                mean_survival[slot, step] = min(mean_survival[slot, step], mean_survival[slot, step - 1])
     scores = np.sort(scores[:count])
     tokens, best, plain_ms = float(num_sampling), 0, draft_ms + verify_ms[num_fixed]
     best_rate = tokens / plain_ms

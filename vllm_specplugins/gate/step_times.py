@@ -6,7 +6,8 @@
 tokens, and a longer draft never counts as cheaper than a shorter one. `tokens` is recorded by draft position, since a
 draft also shows the gain of each shorter draft. From time to time a step tries another length. If every step also
 processes prompts, a step of many requests is weighted by the requests' share of its tokens until a purer step is known.
-The caller measures all times. R: requests, L: lengths.
+The caller measures all times. A size with steps on both sides of the largest CUDA graph has the mean of both times.
+R: requests, L: lengths.
 """
 
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ class StepTimes:
     """
 
     def __init__(self, lengths: Sequence[int], has_tree: bool = False, trims: bool = False):
-        self.lengths = tuple(lengths)
+        self.lengths, self.trims = tuple(lengths), trims
         times = np.zeros((NUM_SIZES, len(lengths), 1 + MIXED))  # the columns of usual.py, and MIXED
         outcomes = np.zeros((len(lengths) - 1, 3))  # by stretch, or tree: entered, accepted, wholly accepted
         self._arrays = np.array(lengths), times, outcomes, np.array([inf if trims else ROOM, has_tree], float)
@@ -121,9 +122,12 @@ def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> floa
     tokens, nearest = num_reqs * (1 + lengths[at]), inf
     guess = _relative_ms(tokens, shape)
     for place, other in np.ndindex(times.shape[:2]):
-        ms, its_tokens = _cell_ms(times[place, other]), size_at(place) * (1 + lengths[other])
+        ms = _cell_ms(times[place, other])
+        if ms == 0:
+            continue
+        its_tokens = size_at(place) * (1 + lengths[other])
         distance = abs(log(its_tokens / tokens))
-        if ms > 0 and distance < nearest:
+        if distance < nearest:
             nearest, guess = distance, ms * _relative_ms(tokens, shape) / _relative_ms(its_tokens, shape)
     return float(guess)
 

@@ -92,7 +92,7 @@ class Budget:
         self._rule.clear(slot)
         if self._probs is not None:
             self._manager._pending_resets.clear()
-            self._newest[slot].fill_(1.0)
+            self._newest[slot].fill_(UNKNOWN)
             self._probs.host[slot] = UNKNOWN
 
     def get_num_tokens(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> int:
