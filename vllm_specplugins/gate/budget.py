@@ -112,8 +112,9 @@ def best_budget(
 ) -> int:
     """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
     The ms of a draft token count MARGIN times. A lookup's poor draft is often followed by a far better one. A request's
-    score is therefore at least its mean survival after poor drafts, or `typical` if it had none. A draft that is not
-    known has this score, too, but if none is known, as in a trial after steps without drafts, all count as right."""
+    score is therefore at least its mean survival after poor drafts, or `typical` if it is new. A draft that is not
+    known has this score, too; but if none is known, as in a trial after steps without drafts, drafts of requests that
+    are not new count as right."""
     scores, count, knows_any = np.empty(num_drafts.sum()), 0, False
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         knows_any |= num_draft > 0 and accept_probs[slot, 0] != UNKNOWN
@@ -129,7 +130,7 @@ def best_budget(
                 if was:
                     mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
             score = typical[step] if is_new[slot] else mean_survival[slot, step]
-            if is_known or not knows_any:
+            if is_known or not (knows_any or is_new[slot]):
                 score = max(survival, score)
             if score > 0:
                 scores[count] = score
