@@ -121,8 +121,9 @@ def test_a_draft_that_is_not_known() -> None:
     rule, flat = StepBudget(S, K), 1.0 + np.concatenate((np.zeros(1), 0.5 * np.arange(1.0, 60.0)))
     costs = Costs(0.0, flat)
     unknown, known = np.full((S, K), UNKNOWN, np.float32), np.full((S, K), 0.1, np.float32)
-    for _ in range(1000):
-        rule.choose(costs, 1, [K], K, lambda: (known, np.array([2]), 1))
+    for number in range(1000):
+        probs = known if number > 1 else np.zeros_like(known)  # only after a poor draft a request is not new
+        rule.choose(costs, 1, [K], K, lambda probs=probs: (probs, np.array([2]), 1))
     typical = rule.typical.copy()
     assert typical.tolist() == pytest.approx([0.1, 0.01, 0.001], rel=0.05)
     rule.clear(3)

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_specplugins.gate.drafter_length import expected_gains, paying_length
 from vllm_specplugins.gate.load_costs import MARGIN
-from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE, Trials
+from vllm_specplugins.gate.trials import Trials
 from vllm_specplugins.gate.usual import SHARE
 from vllm_specplugins.kernels.acceptance import DECAY, SHARED_DECAY
 from vllm_specplugins.kernels.compiled import compiled
@@ -48,11 +48,8 @@ class StepBudget:
     of all requests' drafts; it stands for that of a request that has had no draft after a poor one."""
 
     def __init__(self, num_slots: int, max_num_draft: int):
-        self.typical = GOOD_ACCEPTANCE ** np.arange(1.0, max_num_draft + 1)
-        self.mean_survival, self.mean_gain = (
-            np.zeros((num_slots, max_num_draft)),
-            np.full(num_slots, self.typical.sum()),
-        )
+        self.typical, self.mean_survival = np.zeros(max_num_draft), np.zeros((num_slots, max_num_draft))
+        self.mean_gain = np.zeros(num_slots)
         self.was_poor, self.is_new = np.zeros(num_slots, bool), np.ones(num_slots, bool)
         self._tokens = self._ms = 0.0  # decayed means per step
         self._trials = Trials()  # of the drafter
@@ -112,16 +109,16 @@ def best_budget(
 ) -> int:
     """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
     The ms of a draft token count MARGIN times. A lookup's poor draft is often followed by a far better one. A request's
-    score is therefore at least its mean survival after poor drafts, or `typical` if it is new. A draft that is not
-    known has this score, too; but if none is known, as in a trial after steps without drafts, drafts of requests that
-    are not new count as right."""
-    scores, count, knows_any = np.empty(num_drafts.sum()), 0, False
+    score is therefore at least its mean survival after poor drafts, or `typical` if it is new and has a draft. A draft
+    that is not known has this score, too; but if none is known, as in a trial after steps without drafts, drafts of
+    requests that are not new count as right, and at an engine's start all drafts do."""
+    scores, count, knows_any, knew_any = np.empty(num_drafts.sum()), 0, False, typical[0] > 0
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         knows_any |= num_draft > 0 and accept_probs[slot, 0] != UNKNOWN
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         is_known, was, survival, gain = accept_probs[slot, 0] != UNKNOWN, was_poor[slot], 1.0, 0.0
         if num_draft and is_known and was and is_new[slot]:
-            mean_survival[slot], is_new[slot] = typical, False
+            mean_survival[slot], is_new[slot] = 0.0, False
         for step in range(num_draft):
             if is_known:
                 survival *= accept_probs[slot, step]
@@ -129,8 +126,10 @@ def best_budget(
                 typical[step] += (1 - SHARED_DECAY) * (survival - typical[step])
                 if was:
                     mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
-            score = typical[step] if is_new[slot] else mean_survival[slot, step]
-            if is_known or not (knows_any or is_new[slot]):
+            score = mean_survival[slot, step]
+            if is_new[slot]:
+                score = typical[step] if accept_probs[slot, 0] > 0 else 0.0
+            if is_known or not (knows_any or (is_new[slot] and knew_any)):
                 score = max(survival, score)
             if score > 0:
                 scores[count] = score
