@@ -29,10 +29,9 @@ TAPES = INTERPRETED and os.environ.get("SPECPLUGINS_TAPES") != "0"  # CUDA graph
 DEMO_MODEL = EXAMPLES / "demo" / "model"
 NUM_LAYERS = 8
 SHARE_OF_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29}
-if not torch.cuda.is_available():  # in the interpreter a layer takes some 10 ms a step; V1's tests are shorter, too
-    NUM_LAYERS = 2 if INTERPRETED else 4
+if INTERPRETED:  # a layer costs some ten milliseconds a step there
+    NUM_LAYERS = 2
     DEMO_MODEL = first_layers(DEMO_MODEL, NUM_LAYERS)
-USERS_MODEL = DEMO_MODEL if INTERPRETED else EXAMPLES / "demo" / "model"  # of pages and commands
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

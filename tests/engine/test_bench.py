@@ -6,7 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from conftest import RUNNER, USERS_MODEL, long
+from conftest import DEMO_MODEL, RUNNER, long
 from forked import forking, run
 
 from vllm_specplugins.engine.harness.serving import serve_round, serving_engine
@@ -17,7 +17,7 @@ from vllm_specplugins.tools.bench.figures import Cell
 from vllm_specplugins.tools.bench.workloads import read_workloads
 from vllm_specplugins.tools.picker import NAMED
 
-HELD_OUT = Path(USERS_MODEL).parent / "heldout.jsonl"
+HELD_OUT = Path(DEMO_MODEL).parent / "heldout.jsonl"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="one runner is enough for its arithmetic")]
 
 
@@ -36,7 +36,7 @@ def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
     """
     options = f"--dataset-path {edits(tmp_path)} --max-concurrency 1,3 --num-prompts 3 --output-len 32 --rounds 2"
     method = json.dumps({"method": "prompt_lookup", "gate": "off"})  # drafts hardly pay on so small a model
-    command = ["-m", "vllm_specplugins", "bench", "--model", USERS_MODEL, *options.split()]
+    command = ["-m", "vllm_specplugins", "bench", "--model", DEMO_MODEL, *options.split()]
     command += ["--methods", method]
     done = run([*command, "--output-json", tmp_path / "bench.json"])
     assert done.returncode == 0, done.stderr
@@ -75,10 +75,10 @@ def test_a_round_is_a_first_reading(method: str, tmp_path: Path, monkeypatch: py
     second replays the first's outputs; a tenant that cells share.
     """
     monkeypatch.setattr(multiprocessing, "get_context", forking)
-    [workload] = read_workloads(edits(tmp_path), load_tokenizer(str(USERS_MODEL)), 28, 0)
+    [workload] = read_workloads(edits(tmp_path), load_tokenizer(str(DEMO_MODEL)), 28, 0)
     args = argparse.Namespace(num_prompts=7, rounds=2, output_len=48, ignore_eos=False)
     cells = [rounds_of(args, workload, Cell(name, batch, 0.0), {}) for name, batch in (("copy", 4), ("copy", 1))]
-    arguments = {"model": str(USERS_MODEL), "max_model_len": 512, "max_num_seqs": 4}
+    arguments = {"model": str(DEMO_MODEL), "max_model_len": 512, "max_num_seqs": 4}
 
     def last_turn(rounds: list[Traffic]) -> Turn:
         with serving_engine(method, arguments, METHODS[method], tmp_path / "engine.log") as engine:

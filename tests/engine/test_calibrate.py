@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import RUNNER, USERS_MODEL
+from conftest import DEMO_MODEL, RUNNER
 from forked import run
 from prompts import load_prompts
 
@@ -22,7 +22,7 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
     lookup_alone = {"method": "prompt_lookup", "num_speculative_tokens": 5, "gate": "off"}
     exit_alone = {"method": "early_exit", "exit_layer": 4, "num_speculative_tokens": 2, "gate": "off"}
     options = [*options.split(), json.dumps(lookup_alone), json.dumps(exit_alone)]
-    command = ["-m", "vllm_specplugins", "calibrate", USERS_MODEL, *options]
+    command = ["-m", "vllm_specplugins", "calibrate", DEMO_MODEL, *options]
     done = run([*command, "--output-json", tmp_path / "out.json", "--dataset-path", *files])
     assert done.returncode == 0, done.stderr
     assert "tok/step" in done.stdout and "Traceback" not in done.stderr

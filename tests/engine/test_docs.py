@@ -14,7 +14,7 @@ from typing import Any
 
 import forked
 import pytest
-from conftest import ALL, RUNNER, USERS_MODEL
+from conftest import ALL, DEMO_MODEL, RUNNER
 from doc_blocks import PAGES, ROOT, Folder, blocks, check, check_data
 from openai_server import served
 
@@ -48,7 +48,7 @@ def server() -> Iterator[Callable[[str], str]]:
                 words = subprocess.run(
                     ["bash", "-c", f"printf '%s\\0' {options}"], capture_output=True, text=True, check=True
                 ).stdout.split("\0")[:-1]
-                client = stack.enter_context(served(Path(USERS_MODEL), *words, "--served-model-name", NAME))
+                client = stack.enter_context(served(Path(DEMO_MODEL), *words, "--served-model-name", NAME))
                 started[name] = f"{client.base_url.host}:{client.base_url.port}"
             return started[name]
 
@@ -60,7 +60,7 @@ def test_blocks(page: Path, server: Callable[[str], str], tmp_path: Path, monkey
     """Kills: a block with an option, a field, a file or a request that does not exist; a command that fails."""
     listed = blocks(page)
     asks = any("curl" in block.code for block in listed)
-    folder = Folder(tmp_path, Path(USERS_MODEL), server(page.name) if asks else "127.0.0.1:9")
+    folder = Folder(tmp_path, Path(DEMO_MODEL), server(page.name) if asks else "127.0.0.1:9")
     files(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("REDIS_URL", "redis://localhost:6379")  # the secret of a recipe
@@ -101,7 +101,7 @@ def run(words: list[str], folder: Path) -> None:
     command = words[0]
     if command not in RUN and not (ALL and command in LONG):
         return
-    words = [USERS_MODEL if word in (NAME, "MODEL") else word for word in words]
+    words = [DEMO_MODEL if word in (NAME, "MODEL") else word for word in words]
     arguments = ["-m", "vllm_specplugins", *words, *LONG.get(command, [])]
     arguments += LOG * ("--trace" in words)
     environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -115,7 +115,7 @@ def test_the_readmes_example(tmp_path: Path) -> None:
     """
     [code] = [block.code for block in blocks(ROOT / "README.md") if block.language == "python"]
     assert code.count('"MODEL"') == 1
-    [stats] = ast.literal_eval(program(tmp_path, code.replace('"MODEL"', repr(str(USERS_MODEL)))))
+    [stats] = ast.literal_eval(program(tmp_path, code.replace('"MODEL"', repr(str(DEMO_MODEL)))))
     assert sum(stats["draft_lengths"]) > 0 and stats["faults"] == {}  # the demo model ends with its first token
 
 
@@ -125,7 +125,7 @@ def test_the_stores_calls(tmp_path: Path) -> None:
     page = ROOT / "docs" / "methods" / "suffix_lookup.md"
     [code] = [block.code for block in blocks(page) if block.language == "python"]
     config = {"method": "suffix_lookup", "store_path": str(tmp_path / "store.bin")}
-    llm = f"llm = LLM({str(USERS_MODEL)!r}, speculative_config={config})"
+    llm = f"llm = LLM({str(DEMO_MODEL)!r}, speculative_config={config})"
     begin = f"from vllm import LLM\nif __name__ == '__main__':\n    {llm}\n"
     [stats] = ast.literal_eval(program(tmp_path, begin + re.sub("^", "    ", code, flags=re.MULTILINE)))
     assert stats["0 suffix_lookup"]["bytes"] > 0
