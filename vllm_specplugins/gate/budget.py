@@ -45,7 +45,7 @@ class Prices(NamedTuple):
 class StepBudget:
     """Chooses for consecutive steps, and stores by slot the gain of drafts that follow poor drafts. A request's mean
     survival decays by DECAY per step after a poor draft, and its mean gain per step. `typical` [K] is the mean survival
-    of all requests' drafts; it stands for that of a request that has had no draft after a poor one."""
+    of all requests' drafts; it stands for that of a new request, which has had no draft after a poor one."""
 
     def __init__(self, num_slots: int, max_num_draft: int):
         self.typical, self.mean_survival = np.zeros(max_num_draft), np.zeros((num_slots, max_num_draft))
@@ -117,6 +117,7 @@ def best_budget(
         knows_any |= num_draft > 0 and accept_probs[slot, 0] != UNKNOWN
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         is_known, was, survival, gain = accept_probs[slot, 0] != UNKNOWN, was_poor[slot], 1.0, 0.0
+        counts_as_right = not (knows_any or (is_new[slot] and knew_any))  # if it is not known
         if num_draft and is_known and was and is_new[slot]:
             mean_survival[slot], is_new[slot] = 0.0, False
         for step in range(num_draft):
@@ -129,7 +130,7 @@ def best_budget(
             score = mean_survival[slot, step]
             if is_new[slot]:
                 score = typical[step] if accept_probs[slot, 0] > 0 else 0.0
-            if is_known or not (knows_any or (is_new[slot] and knew_any)):
+            if is_known or counts_as_right:
                 score = max(survival, score)
             if score > 0:
                 scores[count] = score
