@@ -10,22 +10,20 @@ from vllm_specplugins.gate.trials import EXPLORE_EVERY
 LENGTHS = range(1, 6)
 
 
+STEP_MS = 10.0
+
+
 def chosen(reports: list[tuple[float, float]], pass_ms: float, lengths: range | tuple[int, ...] = LENGTHS) -> int:
-    """After many steps of one token per ms, as this rule counts them."""
-    rule, saved_ms = StepBudget(1, 1), pass_ms * (len(lengths) - 1)
-    for _ in range(200):
-        rule.drafter_length(np.array([(0.0, 0.0)] * len(reports)), lengths[:1], len(reports), 0.0)
-    rule._trials.restart("passes")  # those were no trials
-    return rule.drafter_length(np.array(reports), lengths, len(reports), saved_ms)
+    return StepBudget(1, 1).drafter_length(np.array(reports), lengths, STEP_MS, pass_ms * (len(lengths) - 1))
 
 
 def best(reports: list[tuple[float, float]], pass_ms: float) -> int:
     """The same in plain sums: a draft of one token counts as none."""
-    net = [sum(gain for gain, _ in reports)]
+    tokens = [len(reports) + sum(gain for gain, _ in reports)]
     for length in LENGTHS[1:]:
         worth = [(gain, sum(p**n for n in range(1, length + 1)) + CONTINUED * p**length) for gain, p in reports]
-        net.append(sum(map(max, worth)) - pass_ms * (length - 1))
-    return 1 + int(np.argmax(net))
+        tokens.append(len(reports) + sum(map(max, worth)))
+    return 1 + int(np.argmax([number / (STEP_MS + pass_ms * length) for length, number in enumerate(tokens)]))
 
 
 @pytest.mark.parametrize("pass_ms", [0.01, 0.2, 0.4, 0.8])
@@ -36,7 +34,7 @@ def test_by_hand(pass_ms: float) -> None:
     batches = [[copies], [good], [poor], [copies, good], [copies, poor], [good, poor, copies]]
     found = [chosen(reports, pass_ms) for reports in batches]
     assert found == [best(reports, pass_ms) for reports in batches]
-    assert found[0] == 1 and (found[1] == 5) == (pass_ms < 0.4)
+    assert found[0] == 1 and (found[1] == 5) == (pass_ms < 0.8)
 
 
 def test_trials() -> None:

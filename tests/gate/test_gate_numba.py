@@ -18,7 +18,7 @@ from vllm_specplugins.kernels.acceptance import (
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.gate.draft_tracker import DraftTracker
+from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.load_costs import StepCosts
 from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE
@@ -70,7 +70,7 @@ def test_tracker(monkeypatch: pytest.MonkeyPatch, prior_weight: float) -> None:
         own = Drafts(*map(torch.from_numpy, (drafts.num_draft, drafts.stage, drafts.confidence)))
         expected = torch.empty(num_reqs, K, dtype=torch.float64)
         predict(state, torch.from_numpy(rows), own, expected)
-        np.testing.assert_allclose(tracker.accept_probs(rows, drafts), expected, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(tracker.accept_probs(rows, rated(drafts)), expected, rtol=0, atol=1e-9)
         draft = tracker.keep(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
         verified = rng.integers(0, K + 1, num_reqs).astype(np.int32)
@@ -132,7 +132,8 @@ def expected_shares(
     gate: Gate, costs: StepCosts, rows: Any, found: DraftArrays, sure: Any, most: Any, max_draft: Any, continues: bool
 ) -> tuple[list[int], list[int]]:
     """By trying every depth, and for each request every draft that it allows."""
-    rate, prices = gate._prices(costs, rows, found)
+    others = of_stage(1, found.token_ids, most, sure)
+    rate, prices = gate._prices(costs, rows, rated(found), rated(others))
     price, draft_price = prices[0], rate * gate._stages[1].token.ms
     own = [probs(gate._tracker, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
     plans = []

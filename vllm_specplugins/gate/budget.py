@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_specplugins.gate.best_rate import best_number
 from vllm_specplugins.gate.drafter_length import expected_gains, paying_length
-from vllm_specplugins.gate.load_costs import MARGIN
 from vllm_specplugins.gate.trials import Trials
-from vllm_specplugins.gate.usual import SHARE
 from vllm_specplugins.kernels.acceptance import DECAY, SHARED_DECAY
 from vllm_specplugins.kernels.compiled import compiled
 from vllm_specplugins.structures.arrays import Floats
@@ -51,7 +50,6 @@ class StepBudget:
         self.typical, self.mean_survival = np.zeros(max_num_draft), np.zeros((num_slots, max_num_draft))
         self.mean_gain = np.zeros(num_slots)
         self.was_poor, self.is_new = np.zeros(num_slots, bool), np.ones(num_slots, bool)
-        self._tokens = self._ms = 0.0  # decayed means per step
         self._trials = Trials()  # of the drafter
 
     def clear(self, slot: int) -> None:
@@ -82,12 +80,8 @@ class StepBudget:
             reports: [R, 2] (expected_gains).
             step_ms: time of a step with the shortest length; the longest one takes `saved_ms` more.
         """
-        gains, rate = expected_gains(reports, lengths), self._tokens / self._ms if self._ms else 0.0
-        best = paying_length(gains, rate, step_ms, saved_ms, self._trials, "passes")
-        more_ms = saved_ms * best / max(1, len(lengths) - 1)
-        self._tokens += SHARE * (len(reports) + gains[best] - self._tokens)
-        self._ms += SHARE * (step_ms + more_ms - self._ms)
-        return lengths[best]
+        tokens = len(reports) + expected_gains(reports, lengths)
+        return lengths[paying_length(tokens, step_ms, saved_ms, self._trials, "passes")]
 
 
 @compiled("i8(f4[:, :], f8[:, :], f8[:], b1[:], b1[:], f8[:], i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
@@ -108,7 +102,7 @@ def best_budget(
     limit: int,
 ) -> int:
     """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
-    The ms of a draft token count MARGIN times. A lookup's poor draft is often followed by a far better one. A request's
+    A lookup's poor draft is often followed by a far better one. A request's
     score is therefore at least its mean survival after poor drafts, or `typical` if it is new and has a draft. A draft
     that is not known has this score, too; but if none is known, as in a trial after steps without drafts, drafts of
     requests that are not new count as right, and at an engine's start all drafts do."""
@@ -141,13 +135,8 @@ def best_budget(
             for step in range(num_draft, len(typical)):  # a longer draft survives no better
                 typical[step] = min(typical[step], typical[step - 1])
                 mean_survival[slot, step] = min(mean_survival[slot, step], mean_survival[slot, step - 1])
-    scores = np.sort(scores[:count])
-    tokens, best, plain_ms = float(num_sampling), 0, draft_ms + verify_ms[num_fixed]
-    best_rate = tokens / plain_ms
-    for budget in range(1, min(count, limit) + 1):
-        tokens += scores[count - budget]
-        more_ms = verify_ms[num_fixed + budget] - verify_ms[num_fixed] + budget * token_ms
-        rate = tokens / (plain_ms + MARGIN * more_ms)
-        if rate > best_rate:
-            best_rate, best = rate, budget
-    return best
+    scores = np.sort(scores[:count])[::-1][:limit].copy()
+    after = verify_ms[num_fixed : num_fixed + len(scores) + 1]
+    more_ms = after[1:] - after[0] + token_ms * np.arange(1, len(after))
+    number, _ = best_number(scores, num_sampling, draft_ms + after[0], more_ms)
+    return number

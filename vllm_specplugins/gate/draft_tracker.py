@@ -50,11 +50,16 @@ class DraftTracker:
         outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64), refused
         host.observe(self.state, rows, *outcome, self.whole, self._extended, self._by_place)
 
-    def accept_probs(self, rows: Ints, drafts: DraftArrays) -> Floats:
+    def accept_probs(self, rows: Ints, drafts: Drafts) -> Floats:
         """Returns each token's acceptance probability, [R, K], 0 after a draft's end."""
-        probs = np.empty(drafts.token_ids.shape)
-        host.predict(self.state, rows, rated(drafts), self._prior_weight, probs)
+        probs = np.empty(drafts.confidence.shape)
+        host.predict(self.state, rows, drafts, self._prior_weight, probs)
         return probs
+
+    def survivals(self, rows: Ints, drafts: Drafts) -> Floats:
+        """Returns the probability that a draft is accepted up to each token, [R, K]."""
+        survivals: Floats = self.accept_probs(rows, drafts).cumprod(axis=1)
+        return survivals
 
     def rates(self, rows: Ints, stage: int) -> Floats:
         """Returns the acceptance rate of all tokens of a stage, [R]."""

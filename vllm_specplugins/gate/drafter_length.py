@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from vllm_specplugins.gate.best_rate import best_rate
 from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.structures.arrays import Floats
 
@@ -12,21 +13,20 @@ CONTINUED = 3  # mean accepted lookup tokens after a drafter's draft that is acc
 NEW_REPORT = 0.0, GOOD_ACCEPTANCE  # of a request without drafts: a lookup's gain, and a drafter's acceptance rate
 
 
-def paying_length(gains: Floats, rate: float, step_ms: float, more_ms: float, trials: Trials, kind: Hashable) -> int:
-    """Returns the index of the length with the largest difference between its gain and the tokens that the engine emits
-    in the time of its passes. After many steps with the shortest length, it tries the longest one (Trials).
+def paying_length(tokens: Floats, step_ms: float, more_ms: float, trials: Trials, kind: Hashable) -> int:
+    """Returns the index of the length with the best rate of tokens per ms. After many steps with the shortest length,
+    it tries the longest one (Trials).
 
     Args:
-        gains: [L], expected tokens by length; each length adds a pass, or the last one adds all passes.
-        rate: tokens that the engine now emits per ms.
+        tokens: [L], expected tokens of a step by length; each length adds a pass, or the last one adds all passes.
         step_ms: time of a step with the shortest length; the longest one takes `more_ms` more.
     """
-    best = int((gains - rate * more_ms * np.linspace(0, 1, len(gains))).argmax())
+    best, _ = best_rate(tokens, step_ms + more_ms * np.linspace(0, 1, len(tokens)))
     if best:
         trials.restart(kind)
     elif trials.due(kind, more_ms, step_ms):
-        best = len(gains) - 1
-    return best
+        best = len(tokens) - 1
+    return int(best)
 
 
 def expected_gains(reports: Floats, lengths: Sequence[int]) -> Floats:

@@ -26,6 +26,7 @@ from vllm_specplugins.gate.load_costs import LoadCosts, StepCosts
 from vllm_specplugins.gate.profile import StepProfile
 from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.gate.usual import FEW, UsualMs
+from vllm_specplugins.kernels.acceptance import Drafts
 from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
 from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.arrays import Floats
@@ -34,7 +35,6 @@ from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
 MAX_CREDIT = 32.0  # calls in a row that a stage on the host may lose, after which the gate calls it less often
 ASK_EVERY = 64  # fewest steps between two of these calls
-RUN_MARGIN = 1.5  # a stage may gain this multiple of its expected gain, since a lookup also continues its tokens
 CUTS, STARTS, POLLS, PASSES = range(4)  # kinds of trials of a stage
 
 
@@ -118,9 +118,11 @@ class Gate:
         stage_limits: IntArray,
         limits: IntArray,
     ) -> tuple[IntArray, IntArray]:
-        rate, prices = self._prices(costs, rows, drafts)
+        first, of_stage = rated(drafts), np.full(confidence.shape, stage)
+        others = Drafts(stage_limits, of_stage, np.ascontiguousarray(confidence))
+        rate, prices = self._prices(costs, rows, first, others)
         draft_price = rate * self._stages[stage].token.ms
-        tokens = rated(drafts), stage, np.ascontiguousarray(confidence), stage_limits, limits
+        tokens = first, stage, others.confidence, stage_limits, limits
         tracker = self._tracker
         costs_of = prices, draft_price, tracker.continued(stage)
         keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
@@ -130,27 +132,32 @@ class Gate:
         self, rows: IntArray, drafts: DraftArrays, stage: int, stage_limits: IntArray, longest: int, saved_ms: float
     ) -> int:
         """Returns the number of tokens of a stage that runs for all requests at once, before its draft is known
-        (paying_length). The gain of a length is RUN_MARGIN times its expected gain over the given drafts. The passes
-        after the first one take `saved_ms` for all `longest`. The stage drafts all tokens while few of its tokens
-        were tried. `stage_limits` [R] limits its tokens."""
+        (paying_length). A length gains the tokens that it is expected to add to the given drafts. The passes after the
+        first one take `saved_ms` for all `longest`. The stage drafts all tokens while few of its tokens were tried.
+        `stage_limits` [R] limits its tokens."""
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._tracker.has_tried(stage):
             return longest
-        _, prices = self._prices(costs, rows, drafts)
+        confidence = np.tile(FIRST_CONFIDENCE + np.arange(self._max_num_draft), (len(rows), 1))
+        others = Drafts(stage_limits, np.full(confidence.shape, stage), confidence)
+        _, prices = self._prices(costs, rows, rated(drafts), others)
         tokens = rated(drafts), stage, stage_limits, prices, self._tracker.continued(stage)
-        gains = RUN_MARGIN * _gains_by_length(rows, *tokens, self._tracker.state, longest)
-        times = costs.tokens_per_ms, costs.step_ms, saved_ms
-        best = paying_length(gains, *times, self._trials, (stage, PASSES))
+        gains = _gains_by_length(rows, *tokens, self._tracker.state, longest)
+        times = costs.step_ms, saved_ms
+        best = paying_length(costs.mean_emitted + gains, *times, self._trials, (stage, PASSES))
         return longest + 1 - len(gains) + best if best else 0
 
-    def _prices(self, costs: StepCosts, rows: IntArray, drafts: DraftArrays) -> tuple[float, Floats]:
-        """Returns the break-even rate, and the price in tokens of the verification of each further draft token at this
-        rate, [K]."""
-        rate, K = costs.break_even_rate(len(rows)), self._max_num_draft
-        if len(rows) == 1:
-            return rate, rate * costs.tokens_ms(K)
-        survivals = self._tracker.accept_probs(rows, drafts).cumprod(axis=1).ravel()
-        return rate, np.full(K, costs.shared_price(rate, len(rows), survivals))
+    def _prices(
+        self, costs: StepCosts, rows: IntArray, drafts: Drafts, others: Drafts | None = None
+    ) -> tuple[float, Floats]:
+        """Returns the best rate of a step that verifies, for each request, the better one of its drafts, and the price
+        in tokens of the verification of one more draft token at this rate, [K]."""
+        survivals = self._tracker.survivals(rows, drafts)
+        rate = costs.best_rate(len(rows), survivals.ravel())
+        if others is not None:
+            other = self._tracker.survivals(rows, others)
+            survivals = np.where(survivals.sum(1, keepdims=True) < other.sum(1, keepdims=True), other, survivals)
+        return rate, np.full(self._max_num_draft, costs.price(rate, len(rows), survivals.ravel()))
 
     def asks(self, stage: int, num_reqs: int) -> bool:
         """Returns whether to call a stage on the host. A call costs the tokens that the engine emits in its time, and

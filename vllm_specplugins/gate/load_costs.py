@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from vllm_specplugins.gate.best_rate import MARGIN, best_number
 from vllm_specplugins.gate.profile import StepProfile, guess
-from vllm_specplugins.gate.usual import FEW, OUTLIER_RATIO, never_less, outliers_after
+from vllm_specplugins.gate.usual import FEW, OUTLIER_RATIO, outliers_after
 from vllm_specplugins.kernels.acceptance import DECAY
 from vllm_specplugins.structures.arrays import Floats
 
 COST_DECAY = 0.95  # of the means, per step
-MARGIN = 1.05  # times its price a token must gain: estimates err, and the argmax picks those that err upwards
-SHARED_MARGIN = 1.5  # times its price without drafts, among several requests; at 32 and 128, 1.25 loses 0.2 %
 SCALE_WEIGHT = 0.2  # root of w, as a share of a step; with 0.1, two slow steps can halve the scale for long
 COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
 SHORT_CONTEXT = 1024  # tokens of all requests below which the time of attention is negligible
@@ -112,26 +111,29 @@ class StepCosts:
         share_ms = self.mean_ms / max(1.0, self.mean_reqs)
         return min(max(0.0, self.reqs_covariation / (self.reqs_variation + 1)), share_ms)
 
-    def tokens_ms(self, max_num_draft: int) -> Floats:
-        """Returns [K], the time that each further token adds to a step of one request, which never falls."""
-        rising: Floats = self.scale * never_less(np.diff(self.profile.after(1, max_num_draft)), np.ones(max_num_draft))
-        return rising
-
     def more_ms(self, num_reqs: int) -> float:
         """Returns the time of one draft token more for each of these requests."""
         return self.scale * float(self.profile.after(num_reqs, num_reqs)[-1])
 
-    def shared_price(self, rate: float, num_reqs: int, survivals: Floats) -> float:
-        """Returns the price in tokens of one more draft token among several requests, if a ms is worth `rate` tokens.
-        Their drafts have these probabilities to be accepted up to each token, [any number]. The best tokens are
-        verified, as many as have the largest gain together."""
-        scores, factor = np.sort(survivals[survivals > 0])[::-1], rate * self.scale
+    def best_rate(self, num_reqs: int, survivals: Floats) -> float:
+        """Returns the tokens that a ms is worth: the best rate of a step with these drafts, or the rate of recent
+        steps, if it is better. `survivals` [any number] are the probabilities that drafts are accepted up to each
+        token."""
+        scores = np.sort(survivals[survivals > 0])[::-1].copy()
+        more_ms = self.scale * self.profile.after(num_reqs, len(scores))
+        _, rate = best_number(scores, num_reqs, self.plain_ms, more_ms[1:])
+        return float(max(rate, self.tokens_per_ms))
+
+    def price(self, rate: float, num_reqs: int, survivals: Floats) -> float:
+        """Returns the price in tokens of one more draft token, if a ms is worth `rate` tokens, at which the tokens with
+        the largest common gain are verified: it lies between the last one that is verified and the next one."""
+        scores, factor = np.sort(survivals[survivals > 0])[::-1], MARGIN * rate * self.scale
         prices = factor * self.profile.after(num_reqs, len(scores) + num_reqs)
-        count = int((np.concatenate(([0.0], scores.cumsum())) - prices[: len(scores) + 1]).argmax())
-        price = float(prices[count + num_reqs] - prices[count]) / num_reqs
-        if count < len(scores):
-            price = max(price, float(np.nextafter(scores[count], 1)))
-        return min(price, float(scores[count - 1])) if count else price
+        number = int((np.concatenate(([0.0], scores.cumsum())) - prices[: len(scores) + 1]).argmax())
+        price = float(prices[number + num_reqs] - prices[number]) / num_reqs
+        if number < len(scores):
+            price = max(price, float(np.nextafter(scores[number], 1)))
+        return min(price, float(scores[number - 1])) if number else price
 
     @property
     def plain_ms(self) -> float:
@@ -146,11 +148,6 @@ class StepCosts:
     @property
     def tokens_per_ms(self) -> float:
         return self.mean_emitted / self.step_ms
-
-    def break_even_rate(self, num_reqs: int) -> float:
-        """Returns the tokens that a draft must gain per ms of its cost."""
-        plain_rate = num_reqs / self.plain_ms
-        return max(MARGIN * self.tokens_per_ms, (MARGIN if num_reqs == 1 else SHARED_MARGIN) * plain_rate)
 
 
 class LoadCosts:

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
 from vllm_specplugins.gate.budget import UNKNOWN, Prices, StepBudget
 from vllm_specplugins.gate.common_length import CommonLength, fill_a_graph
-from vllm_specplugins.gate.draft_tracker import DraftTracker
+from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.drafter_length import NEW_REPORT
 from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
@@ -120,12 +120,12 @@ class DeviceLengths:
             self._reports[0, slots] = np.stack((gains[0], self._tracker.rates(slots, 1)), axis=1)
             drafts = better(drafts, others, gains)
         if self._length:
-            self._probs[0, slots] = self._tracker.accept_probs(slots, drafts)
+            self._probs[0, slots] = self._tracker.accept_probs(slots, rated(drafts))
         self._tracker.keep(slots, drafts)
         return Draft(drafts.token_ids, drafts.num_draft)
 
     def _gains(self, slots: Ints, drafts: DraftArrays) -> Any:
-        return self._tracker.accept_probs(slots, drafts).cumprod(axis=1).sum(axis=1)
+        return self._tracker.survivals(slots, rated(drafts)).sum(axis=1)
 
     def _padded(self, token_ids: Int32Array) -> Int32Array:
         padded = np.zeros((len(token_ids), self._width), np.int32)
