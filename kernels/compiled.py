@@ -40,7 +40,8 @@ def _parts(function: Any, known: set[Any]) -> Iterator[Any]:
         if isinstance(value, int | float | str | tuple):
             yield name, value
         elif (inner := getattr(value, "py_func", None)) is not None and inner not in known:
-            yield inner.__code__.co_code, [x for x in inner.__code__.co_consts if isinstance(x, int | float | str)]
+            constants = *inner.__code__.co_consts, *(inner.__defaults__ or ())
+            yield inner.__code__.co_code, [x for x in constants if isinstance(x, int | float | str)]
             yield from _parts(inner, known)
 
 

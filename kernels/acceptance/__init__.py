@@ -24,10 +24,9 @@ PRIOR_WEIGHT = 8.0  # w, in tokens
 # 128 requests with good drafts lose 1 %.
 HOST_PRIOR_WEIGHT = 5.0
 # The longest match of each bin but the last one, in tokens. A drafter's probability p is in the bin of a match of n
-# tokens with 1 - p = 1 / n^2. A bin's first prior has the weight of w tokens: a match of 2 tokens is
-# accepted half of the time, and one of 32 tokens nearly always.
-BIN_ENDS = *(part * 2.0**power for power in range(4) for part in (2, 3)), float(LONGEST_MATCH)
-FIRST_PRIORS = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99  # with n / (n + 2), 256 good drafts lose 1 %
+# tokens with 1 - p = 1 / n^2. A bin's first prior has the weight of w tokens. Ten bins do not play better.
+BIN_ENDS = *(2.0**power for power in range(1, 5)), float(LONGEST_MATCH)
+FIRST_PRIORS = *(1 - 1 / end for end in BIN_ENDS), 0.99
 NUM_BINS = len(FIRST_PRIORS)
 
 

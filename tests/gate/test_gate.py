@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.gate.best_rate import MARGIN
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
-from vllm_specplugins.gate.load_costs import StepCosts
+from vllm_specplugins.gate.load_costs import MARGIN, StepCosts
 from vllm_specplugins.gate.profile import StepProfile
 from vllm_specplugins.structures.arrays import SlotTable
 from vllm_specplugins.structures.drafts import DraftArrays, of_stage

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_specplugins.gate.best_rate import best_number
 from vllm_specplugins.gate.drafter_length import expected_gains, paying_length
-from vllm_specplugins.gate.trials import Trials
+from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.kernels.acceptance import DECAY, SHARED_DECAY
 from vllm_specplugins.kernels.compiled import compiled
 from vllm_specplugins.structures.arrays import Floats
@@ -102,16 +102,15 @@ def best_budget(
     limit: int,
 ) -> int:
     """Returns the number of draft tokens with the best rate of tokens per ms, in a step with `num_fixed` other tokens.
-    A lookup's poor draft is often followed by a far better one. A request's
-    score is therefore at least its mean survival after poor drafts, or `typical` if it is new and has a draft. A draft
-    that is not known has this score, too; but if none is known, as in a trial after steps without drafts, drafts of
-    requests that are not new count as right, and at an engine's start all drafts do."""
-    scores, count, knows_any, knew_any = np.empty(num_drafts.sum()), 0, False, typical[0] > 0
+    A lookup's poor draft is often followed by a far better one. A request's score is therefore at least its mean
+    survival after poor drafts, or `typical` if it is new and has a draft. A draft that is not known has this score,
+    too; if none is known, as at an engine's start and in a trial after steps without drafts, the tokens of all drafts
+    count as accepted with GOOD_ACCEPTANCE."""
+    scores, count, knows_any = np.empty(num_drafts.sum()), 0, False
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         knows_any |= num_draft > 0 and accept_probs[slot, 0] != UNKNOWN
     for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
         is_known, was, survival, gain = accept_probs[slot, 0] != UNKNOWN, was_poor[slot], 1.0, 0.0
-        counts_as_right = not (knows_any or (is_new[slot] and knew_any))  # if it is not known
         if num_draft and is_known and was and is_new[slot]:
             mean_survival[slot], is_new[slot] = 0.0, False
         for step in range(num_draft):
@@ -121,10 +120,12 @@ def best_budget(
                 typical[step] += (1 - SHARED_DECAY) * (survival - typical[step])
                 if was:
                     mean_survival[slot, step] += (1 - DECAY) * (survival - mean_survival[slot, step])
+            elif not knows_any:
+                survival *= GOOD_ACCEPTANCE
             score = mean_survival[slot, step]
             if is_new[slot]:
                 score = typical[step] if accept_probs[slot, 0] > 0 else 0.0
-            if is_known or counts_as_right:
+            if is_known or not knows_any:
                 score = max(survival, score)
             if score > 0:
                 scores[count] = score

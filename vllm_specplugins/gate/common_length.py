@@ -21,8 +21,8 @@ class CommonLength:
 
     A length stays for at least two steps. The second step drafts and verifies the same number of tokens, so its time
     belongs to that length. A step's time runs from the end of the previous step to its end, since device and host each
-    process one step at a time. `clock` returns seconds. All drafts of a step fit into `step_tokens`; without trimming,
-    a shortened draft would not show the time of a length.
+    process one step at a time. `clock` returns seconds. All drafts of a step fit into `step_tokens`, since shortened
+    drafts would not show the time of a length.
     """
 
     def __init__(self, times: StepTimes, clock: Callable[[], float] = perf_counter, step_tokens: float = inf):
@@ -33,9 +33,8 @@ class CommonLength:
     def __getitem__(self, num_reqs: int) -> int:
         self._holds = not self._holds
         if self._holds:
-            room, lengths = max(0, self._step_tokens / max(1, num_reqs) - 1), self.times.lengths
-            num_lengths = len(lengths) if self.times.trims else sum(length <= room for length in lengths)
-            self._length = int(min(self.times.choose(num_reqs, num_lengths), room))
+            room = self._step_tokens / max(1, num_reqs) - 1
+            self._length = self.times.choose(num_reqs, sum(length <= max(0, room) for length in self.times.lengths))
         return self._length
 
     def step_ms(self) -> float:

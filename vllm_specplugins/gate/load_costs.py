@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.gate.best_rate import MARGIN, best_number
+from vllm_specplugins.gate.best_rate import best_number
 from vllm_specplugins.gate.profile import StepProfile, guess
 from vllm_specplugins.gate.usual import FEW, OUTLIER_RATIO, outliers_after
 from vllm_specplugins.kernels.acceptance import DECAY
 from vllm_specplugins.structures.arrays import Floats
 
 COST_DECAY = 0.95  # of the means, per step
+MARGIN = 1.25  # times its price a token must gain: learnt times err, and the best rate is one that errs upwards
 SCALE_WEIGHT = 0.2  # root of w, as a share of a step; with 0.1, two slow steps can halve the scale for long
 COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
 SHORT_CONTEXT = 1024  # tokens of all requests below which the time of attention is negligible
@@ -120,7 +121,7 @@ class StepCosts:
         steps, if it is better. `survivals` [any number] are the probabilities that drafts are accepted up to each
         token."""
         scores = np.sort(survivals[survivals > 0])[::-1].copy()
-        more_ms = self.scale * self.profile.after(num_reqs, len(scores))
+        more_ms = MARGIN * self.scale * self.profile.after(num_reqs, len(scores))
         _, rate = best_number(scores, num_reqs, self.plain_ms, more_ms[1:])
         return float(max(rate, self.tokens_per_ms))
 

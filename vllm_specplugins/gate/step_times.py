@@ -10,15 +10,14 @@ The caller measures all times. A size with steps on both sides of the largest CU
 R: requests, L: lengths.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from math import ceil, inf, log, log2, nan
+from math import ceil, inf, log, log2
 from typing import Any
 
 import numpy as np
 from numba import types
 
-from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE, Trials
+from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.gate.usual import COUNT, FEW, MS, OUTLIER_RATIO, OUTLIERS, SHARE, add_ms, never_less
 from vllm_specplugins.kernels.acceptance import SHARED_DECAY
 from vllm_specplugins.kernels.compiled import compiled, inlined
@@ -27,7 +26,6 @@ ROOM = 256  # tokens that double the time of a step, before it is measured
 GUESS_WEIGHT = 0.25  # weight in requests of GOOD_ACCEPTANCE, the prior of a token's acceptance probability
 WHOLE = 0.95  # largest acceptance probability of a stretch without a record
 TIE = 0.995  # share of the best rate: the longest length above it is chosen, since it informs more
-RARER = 20.0  # with trimming, trials without drafts are this many times rarer: texts change faster than times
 NUM_SIZES = 34  # places of place_of
 MIXED = OUTLIERS + 1  # column of the time by mixed steps
 
@@ -71,25 +69,24 @@ class StepTimes:
     Args:
         lengths: to choose from, the first one 0.
         has_tree: whether the last length is a whole tree, and the others are chains.
-        trims: whether the target verifies only the tokens that pay off. The choice is then between no draft and the
-            longest, whose time counts as no longer as long as it is unknown.
+        trims: whether the target verifies only the tokens that pay off; a longer draft of unknown time then counts as
+            no slower.
     """
 
     def __init__(self, lengths: Sequence[int], has_tree: bool = False, trims: bool = False):
-        self.lengths, self.trims = (0, lengths[-1]) if trims else tuple(lengths), trims
-        lengths = self.lengths
+        self.lengths, self.trims = tuple(lengths), trims
         times = np.zeros((NUM_SIZES, len(lengths), 1 + MIXED))  # the columns of usual.py, and MIXED
         outcomes = np.zeros((len(lengths) - 1, 3))  # by stretch, or tree: entered, accepted, wholly accepted
         self._arrays = np.array(lengths), times, outcomes, np.array([inf if trims else ROOM, has_tree], float)
-        self._trials, self._num_trials, self._rests = Trials(), 0, False
+        # With the whole share, V2's lookup loses 0.8 % in a play.
+        self._trials, self._num_trials = Trials(EXPLORE_SHARE / 2), 0
 
     def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int], share: float = 1.0) -> None:
-        """Learns from a step that was planned with k, one of `lengths`, or fewer tokens if not all fit. The step took
-        `ms` after the previous one (nan if it waited), and emitted 1 to k + 1 tokens for each decoding request.
-        Decoding requests have the share `share` of its tokens."""
-        if self._rests and k:  # a trial trims nothing, since it does not know the drafts, and takes longer than others
-            ms = nan
-        _add(num_reqs, bisect_left(self.lengths, k), ms, share, np.array(emitted, np.int64), *self._arrays)
+        """Learns from a step that was planned with k, one of `lengths`. The step took `ms` after the previous one (nan
+        if it waited), and emitted 1 to k + 1 tokens for each decoding request. Decoding requests have the share `share`
+        of its tokens."""
+        at = self.lengths.index(k)
+        _add(num_reqs, at, ms, share, np.array(emitted, np.int64), *self._arrays)
 
     def choose(self, num_reqs: int, num_lengths: int = NUM_SIZES) -> int:
         """Returns the number of tokens to draft for each request, among the first num_lengths of `lengths`: the best
@@ -97,9 +94,7 @@ class StepTimes:
         limits = num_reqs, min(num_lengths, len(self.lengths)), self._num_trials
         choice: tuple[int, float, int, float] = _choose(*limits, *self._arrays)
         best, best_ms, other, lost_ms = choice
-        self._rests = self.trims and best == 0
-        rarer = RARER if self.trims and best else 1.0
-        if not self._trials.due("lengths", rarer * lost_ms, best_ms):
+        if not self._trials.due("lengths", lost_ms, best_ms):
             return self.lengths[best]
         self._num_trials += 1
         return self.lengths[other]
