@@ -132,10 +132,13 @@ NO_COSTS = (
 
 
 def test_costs_that_were_measured(tmp_path: Path) -> None:
-    """Fails if the file's times are not those of the steps, or if a file without two of them is taken, or raises."""
+    """Fails if the file's times are not those of the steps, if times that fall at the end make further tokens
+    free, or if a file without two of them is taken, or raises."""
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(BENCHED))
     assert costs_of(str(file)).step_ms(1, 2) == pytest.approx(11.0) and costs_of("llama-2-7b") is H100
+    file.write_text(json.dumps({**BENCHED, "step_ms_by_tokens": {"1": 10.0, "5": 13.0, "6": 11.0}}))
+    assert costs_of(str(file)).step_ms(1, 10) == pytest.approx(14.0)  # the line from 10 to 12 goes on
     assert CostTable({1: 1.0, 3: 3.0, 4: 2.0}).step_ms(1, 9) == pytest.approx(2.0)  # and not less
     assert costs_of("10:0.5").step_ms(1, 4) == pytest.approx(12.0)
     for text in NO_COSTS:

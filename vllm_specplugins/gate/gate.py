@@ -5,11 +5,11 @@ gate therefore drafts the k-th token while
     p_1 ... p_k >= rate * (ms to verify one more token + its share of the ms to draft it)
 
 where p_i is the probability that token i is accepted if the tokens before it are (kernels/acceptance), and rate is the
-number of tokens that the engine now emits per ms, or more with several requests (Dinkelbach's method for a ratio, one
-iteration per step). Times depend on batch size and context (load_costs.py), and begin with a profile that the engine
-measures at its start (profile.py). Several requests share one price, at which the step verifies the tokens with the
-largest common gain. Of two stages, the one with the larger gain drafts. From time to time the gate tries a draft that
-it does not expect to pay off. The caller measures all times. R: requests of a step, K: max draft tokens.
+best rate of tokens per ms of a step with these drafts, or that of recent steps if it is better (best_rate.py). Times
+depend on batch size and context (load_costs.py), and begin with a profile that the engine measures at its start
+(profile.py). All requests share one price, at which the step verifies the tokens with the largest common gain. Of two
+stages, the one with the larger gain drafts. From time to time the gate tries a draft that it does not expect to pay
+off. The caller measures all times. R: requests of a step, K: max draft tokens.
 """
 
 from collections import defaultdict

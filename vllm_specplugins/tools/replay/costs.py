@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.config.fields import error_text
+from vllm_specplugins.gate.usual import never_less
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +120,13 @@ def costs_of(name: str) -> CostTable:
         raise ConfigError(f"{allowed}, not {brief(name)} ({error_text(error)}).") from None
     if len(ms) < 2:
         raise ConfigError(f"{allowed}, not {brief(name)}.")
-    return CostTable(dict(sorted(ms.items())), source=source)
+    return CostTable(_rising(ms), source=source)
+
+
+def _rising(ms: Mapping[int, float]) -> dict[int, float]:
+    """Returns measured times without decreases, which are noise, and one more time on the line from the first time to
+    the last one. By the last two times alone, further tokens could look free."""
+    tokens = sorted(ms)
+    rising = never_less(np.array([ms[number] for number in tokens], float), np.ones(len(tokens)))
+    slope = (rising[-1] - rising[0]) / (tokens[-1] - tokens[0])
+    return {**dict(zip(tokens, rising.tolist(), strict=True)), 2 * tokens[-1]: float(rising[-1] + slope * tokens[-1])}
