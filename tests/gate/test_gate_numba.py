@@ -133,8 +133,8 @@ def expected_shares(
 ) -> tuple[list[int], list[int]]:
     """By trying every depth, and for each request every draft that it allows."""
     others = of_stage(1, found.token_ids, most, sure)
-    rate, prices = gate._prices(costs, rows, rated(found), rated(others))
-    price, draft_price = prices[0], rate * gate._stages[1].token.ms
+    rate, price = gate._price(costs, rows, rated(found), rated(others))
+    prices, draft_price = [price] * K, rate * gate._stages[1].token.ms
     own = [probs(gate._tracker, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
     plans = []
     for depth in range(K + 1):

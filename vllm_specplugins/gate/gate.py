@@ -120,11 +120,11 @@ class Gate:
     ) -> tuple[IntArray, IntArray]:
         first, of_stage = rated(drafts), np.full(confidence.shape, stage)
         others = Drafts(stage_limits, of_stage, np.ascontiguousarray(confidence))
-        rate, prices = self._prices(costs, rows, first, others)
+        rate, price = self._price(costs, rows, first, others)
         draft_price = rate * self._stages[stage].token.ms
         tokens = first, stage, others.confidence, stage_limits, limits
         tracker = self._tracker
-        costs_of = prices, draft_price, tracker.continued(stage)
+        costs_of = price, draft_price, tracker.continued(stage)
         keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
         return keep, more
 
@@ -140,24 +140,20 @@ class Gate:
             return longest
         confidence = np.tile(FIRST_CONFIDENCE + np.arange(self._max_num_draft), (len(rows), 1))
         others = Drafts(stage_limits, np.full(confidence.shape, stage), confidence)
-        _, prices = self._prices(costs, rows, rated(drafts), others)
-        tokens = rated(drafts), stage, stage_limits, prices, self._tracker.continued(stage)
+        _, price = self._price(costs, rows, rated(drafts), others)
+        tokens = rated(drafts), stage, stage_limits, price, self._tracker.continued(stage)
         gains = _gains_by_length(rows, *tokens, self._tracker.state, longest)
         times = costs.step_ms, saved_ms
         best = paying_length(costs.mean_emitted + gains, *times, self._trials, (stage, PASSES))
         return longest + 1 - len(gains) + best if best else 0
 
-    def _prices(
-        self, costs: StepCosts, rows: IntArray, drafts: Drafts, others: Drafts | None = None
-    ) -> tuple[float, Floats]:
-        """Returns the best rate of a step that verifies, for each request, the better one of its drafts, and the price
-        in tokens of the verification of one more draft token at this rate, [K]."""
-        survivals = self._tracker.survivals(rows, drafts)
+    def _price(self, costs: StepCosts, rows: IntArray, drafts: Drafts, others: Drafts) -> tuple[float, float]:
+        """Returns the tokens that a ms is worth, with these drafts, and the price in tokens of one more draft token, if
+        the step verifies the better draft of each request."""
+        survivals, other = self._tracker.survivals(rows, drafts), self._tracker.survivals(rows, others)
         rate = costs.best_rate(len(rows), survivals.ravel())
-        if others is not None:
-            other = self._tracker.survivals(rows, others)
-            survivals = np.where(survivals.sum(1, keepdims=True) < other.sum(1, keepdims=True), other, survivals)
-        return rate, np.full(self._max_num_draft, costs.price(rate, len(rows), survivals.ravel()))
+        best = np.where(survivals.sum(axis=1, keepdims=True) < other.sum(axis=1, keepdims=True), other, survivals)
+        return rate, costs.price(rate, len(rows), best.ravel())
 
     def asks(self, stage: int, num_reqs: int) -> bool:
         """Returns whether to call a stage on the host. A call costs the tokens that the engine emits in its time, and
@@ -193,7 +189,7 @@ class Gate:
         return np.where(lengths > 0, lengths, np.minimum(1, limits))
 
 
-_Prices = types.float64[::1]
+_Gains = types.float64[::1]
 
 
 @inlined
@@ -205,7 +201,7 @@ def _gains(
     confidence: Any,  # [K]
     stage_limit: int,
     limit: int,
-    prices: Any,
+    price: float,
     continued: float,
     state: Any,
     alone: Any,  # [K + 1], written
@@ -216,10 +212,10 @@ def _gains(
     survival, gain, length = 1.0, 0.0, 0
     while length < drafts.num_draft[index]:
         prob = accept_prob(state, row, drafts.stage[index, length], drafts.confidence[index, length])
-        if survival * prob < prices[length]:
+        if survival * prob < price:
             break
         survival *= prob
-        gain += survival - prices[length]
+        gain += survival - price
         length += 1
     stage_survival = 1.0
     alone[0], after[0] = 0.0, gain
@@ -227,26 +223,27 @@ def _gains(
         alone[place + 1], after[place + 1] = alone[place], after[place]
         if place < stage_limit:
             stage_survival *= accept_prob(state, row, stage, confidence[place])
-            alone[place + 1] += max(0.0, stage_survival - prices[place])
-            if place + 1 == stage_limit < len(prices):
+            alone[place + 1] += max(0.0, stage_survival - price)
+            if place + 1 == stage_limit < len(alone) - 1:
                 alone[place + 1] += stage_survival * continued
             if place < limit - length:
-                after[place + 1] += max(0.0, survival * stage_survival - prices[length + place])
+                after[place + 1] += max(0.0, survival * stage_survival - price)
     return length
 
 
-@compiled(_Prices(Ints, DraftsType, types.int64, Ints, _Prices, types.float64, StateType, types.int64))
+@compiled(_Gains(Ints, DraftsType, types.int64, Ints, types.float64, types.float64, StateType, types.int64))
 def _gains_by_length(
-    rows: Any, drafts: Any, stage: int, stage_limits: Any, prices: Any, continued: float, state: Any, longest: int
+    rows: Any, drafts: Any, stage: int, stage_limits: Any, price: float, continued: float, state: Any, longest: int
 ) -> Any:
     """Returns the tokens that a stage is expected to gain beyond the drafts, for all requests, before it drafts: 0 for
     no token, and then the gain of each length from 2 on, or from 1 if K is 1."""
-    first, (alone, after) = min(2, longest), np.empty((2, len(prices) + 1))
-    confidence, gains = FIRST_CONFIDENCE + np.arange(len(prices)), np.zeros(longest + 2 - first)
+    K = drafts.confidence.shape[1]
+    first, (alone, after) = min(2, longest), np.empty((2, K + 1))
+    confidence, gains = FIRST_CONFIDENCE + np.arange(K), np.zeros(longest + 2 - first)
     for index in range(len(rows)):
         for length in range(first, longest + 1):
             limit = min(length, stage_limits[index])
-            _gains(rows[index], index, drafts, stage, confidence, limit, 0, prices, continued, state, alone, after)
+            _gains(rows[index], index, drafts, stage, confidence, limit, 0, price, continued, state, alone, after)
             gains[length + 1 - first] += max(0.0, alone[-1] - after[0])
     return gains
 
@@ -254,7 +251,7 @@ def _gains_by_length(
 @compiled(
     types.UniTuple(Ints, 2)(
         *(Ints, DraftsType, types.int64, Reals, Ints, Ints),
-        *(_Prices, types.float64, types.float64, StateType, Reals),
+        *(types.float64, types.float64, types.float64, StateType, Reals),
     )
 )
 def _split(
@@ -264,18 +261,18 @@ def _split(
     confidence: Any,  # [R, K], of the stage
     stage_limits: Any,  # [R]
     limits: Any,  # [R], length up to which the stage may continue drafts, 0 if it only begins drafts
-    prices: Any,  # [K], price of verifying each token, in tokens
+    price: float,  # of verifying one more token, in tokens
     draft_price: float,  # price of drafting one more token of the stage for all
     continued: float,  # mean accepted lookup tokens after a wholly accepted draft of the stage
     state: Any,
     whole: Any,
 ) -> Any:
-    num_reqs, K = len(rows), len(prices)
+    num_reqs, K = confidence.shape
     keep, more, lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs, np.int64), np.empty(num_reqs, np.int64)
     alone, after, gains = np.empty((num_reqs, K + 1)), np.empty((num_reqs, K + 1)), np.zeros(K + 1)
     for index in range(num_reqs):
         lengths[index] = _gains(
-            rows[index], index, drafts, stage, confidence[index], stage_limits[index], limits[index], prices, continued,
+            rows[index], index, drafts, stage, confidence[index], stage_limits[index], limits[index], price, continued,
             state, alone[index], after[index],
         )  # fmt: skip
         gains += np.maximum(alone[index], after[index])
@@ -292,10 +289,10 @@ def _split(
         keep[index] = 0 if is_alone else lengths[index]
         # A wholly accepted draft is followed by a draft twice as long, against any record, since text changes.
         if keep[index] + more[index] == 0:
-            if prices[0] < GOOD_ACCEPTANCE:
+            if price < GOOD_ACCEPTANCE:
                 keep[index] = min(2 * int(whole[row, drafts.stage[index, 0]]), drafts.num_draft[index])
             num_following += keep[index] == 0 and whole[row, stage] > 0 and stage_limits[index] > 0
-    if num_following * (GOOD_ACCEPTANCE - prices[0]) > draft_price:
+    if num_following * (GOOD_ACCEPTANCE - price) > draft_price:
         for index in range(num_reqs):
             if keep[index] + more[index] == 0:
                 more[index] = min(2 * int(whole[rows[index], stage]), stage_limits[index])
