@@ -17,11 +17,11 @@ import numpy as np
 
 from vllm_specplugins.gate.best_rate import best_number
 from vllm_specplugins.gate.profile import StepProfile, guess
-from vllm_specplugins.gate.usual import FEW, OUTLIER_RATIO, outliers_after
+from vllm_specplugins.gate.usual import FEW, OUTLIER_RATIO, SHARE, outliers_after
 from vllm_specplugins.kernels.acceptance import DECAY
 from vllm_specplugins.structures.arrays import Floats
 
-COST_DECAY = 0.95  # of the means, per step
+COST_DECAY = 1 - SHARE  # of the means, per step
 MARGIN = 1.25  # times its price a token must gain: learnt times err, and the best rate is one that errs upwards
 SCALE_WEIGHT = 0.2  # root of w, as a share of a step; with 0.1, two slow steps can halve the scale for long
 COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
