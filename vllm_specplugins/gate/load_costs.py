@@ -1,12 +1,12 @@
 """Estimates the time of a step from the engine's profile (profile.py) and from measured steps, and computes the number
 of tokens that each ms must gain.
 
-    ms = mean + scale * (profile ms of its tokens - profile ms of as many requests with drafts of mean length)
-    scale = (covariation + w * first scale) / (variation + w)
+    ms = mean + scale * (table ms of its tokens - table ms of as many requests with drafts of mean length)
+    table ms = profile ms + half of the difference between mean and profile, in proportion to the tokens
+    scale = (covariation + w) / (variation + w)
 
 A step also reads a context, samples, and waits for the host. Each load, a number of requests and a context, therefore
-has a mean time, and a scale by which its draft tokens take longer than in the profile. Half of the difference between
-mean and profile counts as theirs at first.
+has a mean time, and a scale by which its draft tokens take longer than in the table.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class StepCosts:
     mean_length: float = 0.0  # draft tokens of a request
     mean_emitted: float = 0.0
     mean_reqs: float = 0.0
-    variation: float = 0.0  # sum of squares of the profile's ms about those of mean length
+    variation: float = 0.0  # sum of squares of the table's ms about those of mean length
     covariation: float = 0.0  # with the time
     reqs_variation: float = 0.0  # the same of the number of requests
     reqs_covariation: float = 0.0
@@ -52,8 +52,8 @@ class StepCosts:
         tokens."""
         off_ms, off_reqs = ms - self.mean_ms, num_reqs - self.mean_reqs
         off_length = num_draft / num_reqs - self.mean_length
-        off_profile = self.profile.ms(num_reqs + num_draft) - self.profile.ms(num_reqs * (1 + self.mean_length))
-        usual_ms = self.scale * off_profile
+        off_table = self._table_ms(num_reqs + num_draft) - self._table_ms(num_reqs * (1 + self.mean_length))
+        usual_ms = self.scale * off_table
         expected_ms = self.mean_ms + max(0.0, usual_ms)
         self.num_outliers = outliers_after(self.num_outliers, ms, expected_ms) if self.weight else 0.0
         if 0 < self.num_outliers <= FEW:
@@ -74,10 +74,10 @@ class StepCosts:
         self.reqs_variation = COST_DECAY * self.reqs_variation + (1 - share) * off_reqs * off_reqs
         self.reqs_covariation = COST_DECAY * self.reqs_covariation + (1 - share) * off_reqs * (off_ms - usual_ms)
         # Steps that verify the same number of tokens do not inform the scale, so they erase nothing of its record.
-        square = (1 - share) * off_profile * off_profile
+        square = (1 - share) * off_table * off_table
         memory = max(DECAY, 1 - square / (SCALE_MEMORY * self._prior_weight))
         self.variation = memory * self.variation + square
-        self.covariation = memory * self.covariation + (1 - share) * off_profile * drafts_ms
+        self.covariation = memory * self.covariation + (1 - share) * off_table * drafts_ms
 
     @classmethod
     def first(cls, profile: StepProfile, num_reqs: int) -> "StepCosts":
@@ -102,9 +102,23 @@ class StepCosts:
 
     @property
     def scale(self) -> float:
-        """Returns the ratio of the time of draft tokens to their time in the profile, which is never negative."""
-        weight, first = self._prior_weight, (1 + self.mean_ms / self._mean_profile) / 2
-        return max(0.0, (self.covariation + weight * first) / (self.variation + weight))
+        """Returns the ratio of the time of draft tokens to their time in the table, which is never negative."""
+        weight = self._prior_weight
+        return max(0.0, (self.covariation + weight) / (self.variation + weight))
+
+    @property
+    def _token_ms(self) -> float:
+        """Returns the ms of each token beside the profile: without them, a token that took no time at the engine's
+        start would be free with any context."""
+        return max(0.0, self.mean_ms - self._mean_profile) / (2 * max(1.0, self.mean_reqs * (1 + self.mean_length)))
+
+    def _table_ms(self, num_tokens: float) -> float:
+        return self.profile.ms(num_tokens) + num_tokens * self._token_ms
+
+    def after(self, num_reqs: int, number: int) -> Floats:
+        """Returns [number + 1], by how much 0, 1, ... draft tokens lengthen a step of these requests."""
+        ms: Floats = self.scale * (self.profile.after(num_reqs, number) + self._token_ms * np.arange(number + 1))
+        return ms
 
     @property
     def request_ms(self) -> float:
@@ -114,22 +128,22 @@ class StepCosts:
 
     def more_ms(self, num_reqs: int) -> float:
         """Returns the time of one draft token more for each of these requests."""
-        return self.scale * float(self.profile.after(num_reqs, num_reqs)[-1])
+        return float(self.after(num_reqs, num_reqs)[-1])
 
     def best_rate(self, num_reqs: int, survivals: Floats) -> float:
         """Returns the tokens that a ms is worth: the best rate of a step with these drafts, or the rate of recent
         steps, if it is better. `survivals` [any number] are the probabilities that drafts are accepted up to each
         token."""
         scores = np.sort(survivals[survivals > 0])[::-1].copy()
-        more_ms = MARGIN * self.scale * self.profile.after(num_reqs, len(scores))
+        more_ms = MARGIN * self.after(num_reqs, len(scores))
         _, rate = best_number(scores, num_reqs, self.plain_ms, more_ms[1:])
         return float(max(rate, self.tokens_per_ms))
 
     def price(self, rate: float, num_reqs: int, survivals: Floats) -> float:
         """Returns the price in tokens of one more draft token, if a ms is worth `rate` tokens, at which the tokens with
         the largest common gain are verified: it lies between the last one that is verified and the next one."""
-        scores, factor = np.sort(survivals[survivals > 0])[::-1], MARGIN * rate * self.scale
-        prices = factor * self.profile.after(num_reqs, len(scores) + num_reqs)
+        scores, factor = np.sort(survivals[survivals > 0])[::-1], MARGIN * rate
+        prices = factor * self.after(num_reqs, len(scores) + num_reqs)
         number = int((np.concatenate(([0.0], scores.cumsum())) - prices[: len(scores) + 1]).argmax())
         price = float(prices[number + num_reqs] - prices[number]) / num_reqs
         if number < len(scores):
@@ -139,7 +153,8 @@ class StepCosts:
     @property
     def plain_ms(self) -> float:
         """Returns the time of a step without drafts: the estimate, but at least half of the mean."""
-        plain = self.mean_ms - self.scale * (self._mean_profile - self.profile.ms(max(1.0, self.mean_reqs)))
+        drafts_ms = self._table_ms(self.mean_reqs * (1 + self.mean_length)) - self._table_ms(max(1.0, self.mean_reqs))
+        plain = self.mean_ms - self.scale * drafts_ms
         return max(0.5 * self.mean_ms, plain)
 
     @property
