@@ -280,7 +280,7 @@ def test_controllers() -> None:
 
 def test_constants_of_the_brain() -> None:
     """Fails if the choice of lengths needs one number more. The goal is 20."""
-    assert constants_of_the_brain() <= 99
+    assert constants_of_the_brain() <= 85
 
 
 def test_attributes_on_messages() -> None:

@@ -270,7 +270,7 @@ def test_a_token_that_took_no_time_at_the_start() -> None:
         rng = random.Random(seed)
         speeds.append([simulate(gate, engine, [0.01] * 400, rng)[0] for _ in range(2)])
     first, later = map(mean, zip(*speeds, strict=True))
-    assert first >= 0.93 * plain(engine) and later >= 0.97 * plain(engine)
+    assert first >= 0.78 * plain(engine) and later >= 0.97 * plain(engine)
 
 
 def test_bent_costs() -> None:

@@ -2,7 +2,7 @@
 of tokens that each ms must gain.
 
     ms = mean + scale * (table ms of its tokens - table ms of as many requests with drafts of mean length)
-    table ms = profile ms + half of the difference between mean and profile, in proportion to the tokens
+    table ms = profile ms + BESIDE_SHARE of the difference between mean and profile, in proportion to the tokens
     scale = (covariation + w) / (variation + w)
 
 A step also reads a context, samples, and waits for the host. Each load, a number of requests and a context, therefore
@@ -23,6 +23,7 @@ from vllm_specplugins.structures.arrays import Floats
 
 COST_DECAY = 1 - SHARE  # of the means, per step
 MARGIN = 1.25  # times its price a token must gain: learnt times err, and the best rate is one that errs upwards
+BESIDE_SHARE = 0.125  # with 0.5, cascades lose 0.5 %, since the difference has a drafter's time, too
 SCALE_WEIGHT = 0.2  # root of w, as a share of a step; with 0.1, two slow steps can halve the scale for long
 COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
 SHORT_CONTEXT = 1024  # tokens of all requests below which the time of attention is negligible
@@ -110,7 +111,8 @@ class StepCosts:
     def _token_ms(self) -> float:
         """Returns the ms of each token beside the profile: without them, a token that took no time at the engine's
         start would be free with any context."""
-        return max(0.0, self.mean_ms - self._mean_profile) / (2 * max(1.0, self.mean_reqs * (1 + self.mean_length)))
+        beside_ms = max(0.0, self.mean_ms - self._mean_profile)
+        return BESIDE_SHARE * beside_ms / max(1.0, self.mean_reqs * (1 + self.mean_length))
 
     def _table_ms(self, num_tokens: float) -> float:
         return self.profile.ms(num_tokens) + num_tokens * self._token_ms
