@@ -110,11 +110,11 @@ def predict(
     >>> drafts = Drafts(torch.tensor([3]), torch.zeros(1, 4).long(), torch.tensor([[2, 3, 9, 10]]))
     >>> predict(state, slots, drafts, accept_probs)
     >>> accept_probs.tolist()
-    [[0.5, 0.6000000238418579, 0.8999999761581421, 0.0]]
+    [[0.5, 0.75, 0.9375, 0.0]]
     >>> for _ in range(9):
     ...     predict(state, slots, drafts, accept_probs)
     ...     observe(state, slots, torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
-    >>> (accept_probs > torch.tensor([0.5, 0.6, 0.9, 0.0])).tolist()
+    >>> (accept_probs > torch.tensor([0.5, 0.75, 0.9375, 0.0])).tolist()
     [[True, True, False, False]]
     """
     module_of(__name__, state.tried, implementation).predict(state, slots, drafts, accept_probs, keeps, tables)

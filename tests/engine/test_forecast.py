@@ -74,7 +74,7 @@ def test_a_poor_draft_tells_of_a_better_one() -> None:
 
 
 def test_as_vllm_chooses() -> None:
-    """Where nothing is forecast, of whole batches and of others. Fails if a token's
+    """Budgets of whole batches and of others, if nothing is forecast. Fails if a token's
     chance stands for its survival, if a request's are another's, or if the table is read beside its place."""
     rng = np.random.default_rng(0)
     for most in (1 << 20, 9):

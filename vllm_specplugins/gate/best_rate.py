@@ -32,6 +32,11 @@ def best_number(scores: Any, tokens: float, plain_ms: float, more_ms: Any) -> An
         tokens: of a step without drafts.
         plain_ms: its time.
         more_ms: [N or more], by how many ms 1, 2, ... draft tokens lengthen it.
+
+    >>> best_number(np.array([0.9, 0.2]), 1.0, 5.0, np.array([0.1, 1.5]))
+    (1, 0.37254901960784315)
+    >>> best_number(np.zeros(0), 1.0, 5.0, np.zeros(0))
+    (0, 0.2)
     """
     all_tokens, ms = np.full(len(scores) + 1, tokens), np.full(len(scores) + 1, plain_ms)
     all_tokens[1:] += scores.cumsum()

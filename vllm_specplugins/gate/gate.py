@@ -2,11 +2,11 @@
 lose. A draft token gains its acceptance probability, and costs time in which the engine could emit other tokens. The
 gate therefore drafts the k-th token while
 
-    p_1 ... p_k >= rate * (ms to verify one more token + its share of the ms to draft it)
+    p_1 ... p_k >= MARGIN * rate * (ms to verify one more token + its share of the ms to draft it)
 
 where p_i is the probability that token i is accepted if the tokens before it are (kernels/acceptance), and rate is the
-best rate of tokens per ms of a step with these drafts, or that of recent steps if it is better (best_rate.py). Times
-depend on batch size and context (load_costs.py), and begin with a profile that the engine measures at its start
+best rate of tokens per ms of a step with the first drafts, or that of recent steps if it is better (best_rate.py).
+Times depend on batch size and context (load_costs.py), and begin with a profile that the engine measures at its start
 (profile.py). All requests share one price, at which the step verifies the tokens with the largest common gain. Of two
 stages, the one with the larger gain drafts. From time to time the gate tries a draft that it does not expect to pay
 off. The caller measures all times. R: requests of a step, K: max draft tokens.
@@ -22,7 +22,7 @@ from numba import types
 
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.drafter_length import paying_length
-from vllm_specplugins.gate.load_costs import LoadCosts, StepCosts
+from vllm_specplugins.gate.load_costs import MARGIN, LoadCosts, StepCosts
 from vllm_specplugins.gate.profile import StepProfile
 from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.gate.usual import FEW, UsualMs
@@ -121,7 +121,7 @@ class Gate:
         first, of_stage = rated(drafts), np.full(confidence.shape, stage)
         others = Drafts(stage_limits, of_stage, np.ascontiguousarray(confidence))
         rate, price = self._price(costs, rows, first, others)
-        draft_price = rate * self._stages[stage].token.ms
+        draft_price = MARGIN * rate * self._stages[stage].token.ms
         tokens = first, stage, others.confidence, stage_limits, limits
         tracker = self._tracker
         costs_of = price, draft_price, tracker.continued(stage)
@@ -140,16 +140,17 @@ class Gate:
             return longest
         confidence = np.tile(FIRST_CONFIDENCE + np.arange(self._max_num_draft), (len(rows), 1))
         others = Drafts(stage_limits, np.full(confidence.shape, stage), confidence)
-        _, price = self._price(costs, rows, rated(drafts), others)
-        tokens = rated(drafts), stage, stage_limits, price, self._tracker.continued(stage)
+        first = rated(drafts)
+        _, price = self._price(costs, rows, first, others)
+        tokens = first, stage, stage_limits, price, self._tracker.continued(stage)
         gains = _gains_by_length(rows, *tokens, self._tracker.state, longest)
-        times = costs.step_ms, saved_ms
-        best = paying_length(costs.mean_emitted + gains, *times, self._trials, (stage, PASSES))
+        # Recent steps stand for one with the shortest length; the exact tokens and time of such a step play the same.
+        best = paying_length(costs.mean_emitted + gains, costs.step_ms, saved_ms, self._trials, (stage, PASSES))
         return longest + 1 - len(gains) + best if best else 0
 
     def _price(self, costs: StepCosts, rows: IntArray, drafts: Drafts, others: Drafts) -> tuple[float, float]:
-        """Returns the tokens that a ms is worth, with these drafts, and the price in tokens of one more draft token, if
-        the step verifies the better draft of each request."""
+        """Returns the tokens that a ms is worth, by `drafts`, and the price in tokens of one more draft token, by the
+        better of both drafts of each request."""
         survivals, other = self._tracker.survivals(rows, drafts), self._tracker.survivals(rows, others)
         rate = costs.best_rate(len(rows), survivals.ravel())
         best = np.where(survivals.sum(axis=1, keepdims=True) < other.sum(axis=1, keepdims=True), other, survivals)

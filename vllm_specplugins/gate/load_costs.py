@@ -22,8 +22,8 @@ from vllm_specplugins.kernels.acceptance import DECAY
 from vllm_specplugins.structures.arrays import Floats
 
 COST_DECAY = 1 - SHARE  # of the means, per step
-MARGIN = 1.25  # times its price a token must gain: learnt times err, and the best rate is one that errs upwards
-BESIDE_SHARE = 0.125  # with 0.5, cascades lose 0.5 %, since the difference has a drafter's time, too
+MARGIN = 1.25  # times its price a token must gain: times err, and a maximum picks the rate that errs most
+BESIDE_SHARE = 0.125  # with 0.5, cascades lose 0.5 %: passes of vLLM's drafter are part of a step
 SCALE_WEIGHT = 0.2  # root of w, as a share of a step; with 0.1, two slow steps can halve the scale for long
 COLD_STEPS = 50  # steps with prompts after which their times count, if there are no others
 SHORT_CONTEXT = 1024  # tokens of all requests below which the time of attention is negligible
