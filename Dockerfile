@@ -11,7 +11,7 @@ RUN --mount=type=bind,target=/src,rw \
     python3 -m pip install --no-cache-dir --no-index --no-build-isolation --no-deps /src
 ARG NUMBA_CPU=x86-64-v3
 ENV NUMBA_CPU_NAME=${NUMBA_CPU}
-RUN python3 -c "import vllm_specplugins.gate.budget, vllm_specplugins.gate.gate, \
+RUN python3 -c "import vllm_specplugins.gate.best_rate, vllm_specplugins.gate.budget, vllm_specplugins.gate.gate, \
     vllm_specplugins.gate.step_times, vllm_specplugins.gate.usual, vllm_specplugins.kernels.acceptance.host, \
     vllm_specplugins.kernels.budget.host, vllm_specplugins.kernels.history_match.host, \
     vllm_specplugins.kernels.rejection.host, vllm_specplugins.structures.suffix.drafts, \
