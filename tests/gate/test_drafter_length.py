@@ -7,10 +7,7 @@ from vllm_specplugins.gate.budget import StepBudget
 from vllm_specplugins.gate.drafter_length import CONTINUED
 from vllm_specplugins.gate.trials import EXPLORE_EVERY
 
-LENGTHS = range(1, 6)
-
-
-STEP_MS = 10.0
+LENGTHS, STEP_MS = range(1, 6), 10.0
 
 
 def chosen(reports: list[tuple[float, float]], pass_ms: float, lengths: range | tuple[int, ...] = LENGTHS) -> int:
@@ -29,7 +26,7 @@ def best(reports: list[tuple[float, float]], pass_ms: float) -> int:
 @pytest.mark.parametrize("pass_ms", [0.01, 0.2, 0.4, 0.8])
 def test_by_hand(pass_ms: float) -> None:
     """Of copying requests, of those with a good or a poor drafter, and of both. Fails if a request's reports count for
-    another, if passes are not charged, or if the lookup's gain is not the price of the drafter's tokens."""
+    another, if passes are not charged, or if the lookup's gain does not count beside the drafter's."""
     copies, good, poor = (20.0, 0.9), (0.3, 0.85), (0.3, 0.4)
     batches = [[copies], [good], [poor], [copies, good], [copies, poor], [good, poor, copies]]
     found = [chosen(reports, pass_ms) for reports in batches]

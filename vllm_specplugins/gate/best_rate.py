@@ -1,4 +1,4 @@
-"""The rule by which every length is chosen: the best rate of tokens per ms of a step."""
+"""The rule of V2's budget, of V1's prices and of a drafter's length: the best rate of tokens per ms of a step."""
 
 from typing import Any
 
