@@ -123,8 +123,7 @@ class Gate:
         rate, price = self._price(costs, rows, first, others)
         draft_price = MARGIN * rate * self._stages[stage].token.ms
         tokens = first, stage, others.confidence, stage_limits, limits
-        tracker = self._tracker
-        costs_of = price, draft_price, tracker.continued(stage)
+        tracker, costs_of = self._tracker, (price, draft_price, self._tracker.continued(stage))
         keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
         return keep, more
 
@@ -140,9 +139,8 @@ class Gate:
             return longest
         confidence = np.tile(FIRST_CONFIDENCE + np.arange(self._max_num_draft), (len(rows), 1))
         others = Drafts(stage_limits, np.full(confidence.shape, stage), confidence)
-        first = rated(drafts)
-        _, price = self._price(costs, rows, first, others)
-        tokens = first, stage, stage_limits, price, self._tracker.continued(stage)
+        _, price = self._price(costs, rows, rated(drafts), others)
+        tokens = rated(drafts), stage, stage_limits, price, self._tracker.continued(stage)
         gains = _gains_by_length(rows, *tokens, self._tracker.state, longest)
         # Recent steps stand for one with the shortest length; the exact tokens and time of such a step play the same.
         best = paying_length(costs.mean_emitted + gains, costs.step_ms, saved_ms, self._trials, (stage, PASSES))
@@ -151,9 +149,11 @@ class Gate:
     def _price(self, costs: StepCosts, rows: IntArray, drafts: Drafts, others: Drafts) -> tuple[float, float]:
         """Returns the tokens that a ms is worth, by `drafts`, and the price in tokens of one more draft token, by the
         better of both drafts of each request."""
-        survivals, other = self._tracker.survivals(rows, drafts), self._tracker.survivals(rows, others)
+        best = survivals = self._tracker.survivals(rows, drafts)
         rate = costs.best_rate(len(rows), survivals.ravel())
-        best = np.where(survivals.sum(axis=1, keepdims=True) < other.sum(axis=1, keepdims=True), other, survivals)
+        if others.num_draft.any():
+            other = self._tracker.survivals(rows, others)
+            best = np.where(survivals.sum(axis=1, keepdims=True) < other.sum(axis=1, keepdims=True), other, survivals)
         return rate, costs.price(rate, len(rows), best.ravel())
 
     def asks(self, stage: int, num_reqs: int) -> bool:
