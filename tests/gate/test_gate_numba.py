@@ -20,7 +20,7 @@ from vllm_specplugins.kernels.acceptance.reference import new_state
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.gate import Gate
-from vllm_specplugins.gate.load_costs import MARGIN, StepCosts
+from vllm_specplugins.gate.load_costs import StepCosts
 from vllm_specplugins.gate.trials import GOOD_ACCEPTANCE
 from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage
 
@@ -134,7 +134,7 @@ def expected_shares(
     """By trying every depth, and for each request every draft that it allows."""
     others = of_stage(1, found.token_ids, most, sure)
     rate, price = gate._price(costs, rows, rated(found), rated(others))
-    prices, draft_price = [price] * K, MARGIN * rate * gate._stages[1].token.ms
+    prices, draft_price = [price] * K, rate * gate._stages[1].token.ms
     own = [probs(gate._tracker, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
     plans = []
     for depth in range(K + 1):

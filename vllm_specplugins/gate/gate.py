@@ -2,7 +2,7 @@
 lose. A draft token gains its acceptance probability, and costs time in which the engine could emit other tokens. The
 gate therefore drafts the k-th token while
 
-    p_1 ... p_k >= MARGIN * rate * (ms to verify one more token + its share of the ms to draft it)
+    p_1 ... p_k >= rate * (MARGIN * ms to verify one more token + its share of the ms to draft it)
 
 where p_i is the probability that token i is accepted if the tokens before it are (kernels/acceptance), and rate is the
 best rate of tokens per ms of a step with the first drafts, or that of recent steps if it is better (best_rate.py).
@@ -22,7 +22,7 @@ from numba import types
 
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.drafter_length import paying_length
-from vllm_specplugins.gate.load_costs import MARGIN, LoadCosts, StepCosts
+from vllm_specplugins.gate.load_costs import LoadCosts, StepCosts
 from vllm_specplugins.gate.profile import StepProfile
 from vllm_specplugins.gate.trials import EXPLORE_SHARE, GOOD_ACCEPTANCE, Trials
 from vllm_specplugins.gate.usual import FEW, UsualMs
@@ -121,7 +121,7 @@ class Gate:
         first, of_stage = rated(drafts), np.full(confidence.shape, stage)
         others = Drafts(stage_limits, of_stage, np.ascontiguousarray(confidence))
         rate, price = self._price(costs, rows, first, others)
-        draft_price = MARGIN * rate * self._stages[stage].token.ms
+        draft_price = rate * self._stages[stage].token.ms
         tokens = first, stage, others.confidence, stage_limits, limits
         tracker, costs_of = self._tracker, (price, draft_price, self._tracker.continued(stage))
         keep, more = _split(rows, *tokens, *costs_of, tracker.state, tracker.whole)
